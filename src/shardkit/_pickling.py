@@ -155,23 +155,17 @@ class SavedPiece(Tensor):
 
     __torch_function__ = torch_tensors.disabled_torch_function
 
+    # The piece, 1-D; shape of the whole; boxes of the piece that this rank writes; the name.
+    described: tuple[Tensor, tuple[int, ...], list[Box], str]
+
     @staticmethod
-    def __new__(  # noqa: D417 - the class needs no description
+    def __new__(
         cls: type[Self], piece: Tensor, shape: tuple[int, ...], boxes: list[Box], name: str
     ) -> Self:
-        """Wrap a piece.
-
-        Args:
-            piece: 1-D.
-            shape: Shape of the whole.
-            boxes: Boxes of the piece that this rank writes.
-            name: Name of the parameter, for errors.
-        """
+        """Wrap a piece."""
         self: Self = torch_tensors.make_wrapper(cls, shape, dtype=piece.dtype, device=piece.device)
         self.described = (piece, shape, boxes, name)
         return self
-
-    described: tuple[Tensor, tuple[int, ...], list[Box], str]
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show name and shape."""
@@ -225,19 +219,12 @@ def rebuild_in_process(
 
 
 class Pickled:
-    """What was pickled in this process, not counting what is sent to others of this machine.
+    """What was pickled in this process, not counting what is sent to others of this machine."""
 
-    Attributes:
-        count: Number of sharded tensors.
-        name: Name of the last one.
-        num_pieces: Number of pieces of its whole, each on another rank.
-        is_told: Whether it was said that other ranks have pickled nothing.
-    """
-
-    count = 0
-    name = ""
-    num_pieces = 0
-    is_told = False
+    count = 0  # Number of sharded tensors.
+    name = ""  # Name of the last one.
+    num_pieces = 0  # Number of pieces of its whole, each on another rank.
+    is_told = False  # Whether it was said that other ranks have pickled nothing.
 
 
 def _reduce_and_note(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:

@@ -21,7 +21,7 @@ from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -113,19 +113,25 @@ def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
     """
 
     def wrap(module: types.ModuleType) -> None:
-        if module.__name__ == _STATE_DICT_MODULE and not _has_all(wrappers):
-            _refuse_full_state_dicts(module)
-            return
+        if module.__name__ == _STATE_DICT_MODULE:
+            helpers = {*vars(module), *vars(sys.modules[_HELPERS_MODULE])}
+            if not helpers.issuperset(wrappers):
+                _refuse_full_state_dicts(module)
+                return
         for name, wrapper in wrappers.items():
             original = getattr(module, name, None)
             if original is not None and not hasattr(original, "wraps_torch"):
                 setattr(module, name, _wrapped(original, wrapper))
 
     for name in (_HELPERS_MODULE, _STATE_DICT_MODULE):
-        if name in sys.modules:
-            wrap(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, AfterImport(name, wrap))
+        _when_imported(name, wrap)
+
+
+def _when_imported(name: str, then: Callable[[types.ModuleType], None]) -> None:
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, AfterImport(name, then))
 
 
 ASK_THE_CLASS = (
@@ -141,11 +147,6 @@ They read a DTensor's own fields of what answers ``isinstance(value, DTensor)``,
 rows for it, or give its class to another tensor. A module, or a class in one, and a name each; a
 version of torch may lack some.
 """
-
-
-def _has_all(names: Iterable[str]) -> bool:
-    modules = (sys.modules[_HELPERS_MODULE], sys.modules[_STATE_DICT_MODULE])
-    return all(any(hasattr(module, name) for module in modules) for name in names)
 
 
 def _wrapped(original: Any, wrapper: HelperWrapper) -> Any:
@@ -170,10 +171,7 @@ def write_boxes_apart() -> None:
         if writer is not None and not hasattr(writer.write_data, "wraps_torch"):
             writer.write_data = _wrapped(writer.write_data, _write_in_rounds)
 
-    if _WRITER_MODULE in sys.modules:
-        wrap(sys.modules[_WRITER_MODULE])
-    else:
-        sys.meta_path.insert(0, AfterImport(_WRITER_MODULE, wrap))
+    _when_imported(_WRITER_MODULE, wrap)
 
 
 def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any:

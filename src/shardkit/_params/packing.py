@@ -42,26 +42,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How tensors of one class are taken apart.
+    """How tensors of one class are taken apart."""
 
-    Attributes:
-        flatten: Function that returns parts by name, and whatever else it takes to put them
-            together.
-        unflatten: Function that puts other parts of the same shapes together.
-        problem: Function that says what is wrong with a tensor that has no parts yet; None:
-            nothing.
-        kept: Attributes that stay on the sharded parameter as they are, whole on every rank.
-        prepare: Function called with the parameter and each module that holds it, before `flatten`.
-        release: Function called with each such module when nothing may hold the whole parts any
-            more.
-    """
-
-    flatten: Flatten
-    unflatten: Unflatten
-    problem: Callable[[Any], str | None] | None = None
+    flatten: Flatten  # Parts by name, and whatever else it takes to put them together.
+    unflatten: Unflatten  # Puts other parts of the same shapes together.
+    # What is wrong with a tensor that has no parts yet; None: nothing.
+    problem: Callable[[Any], str | None] = lambda _: None
+    # Attributes that stay on the sharded parameter as they are, whole on every rank.
     kept: tuple[str, ...] = ()
-    prepare: Callable[[Any, nn.Module], None] | None = None
-    release: Callable[[nn.Module], None] | None = None
+    # Called with the parameter and each module that holds it, before `flatten`.
+    prepare: Callable[[Any, nn.Module], None] = lambda *_: None
+    # Called with each such module when nothing may hold the whole parts any more.
+    release: Callable[[nn.Module], None] = lambda _: None
 
 
 _registered: dict[type, Parts] = {}
@@ -120,11 +112,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def check_no_hidden_parts(name: str, param: nn.Parameter) -> None:
-    """Refuse a frozen parameter of a class of its own that keeps tensors in attributes.
-
-    Raises:
-        WrapError: There is one: as a plain parameter it would lose its class.
-    """
+    """Refuse a frozen parameter whose class keeps tensors in attributes: it would lose these."""
     if param.requires_grad or type(param) is nn.Parameter or isinstance(param, ShardedTensor):
         return
     for attribute, value in vars(param).items():
@@ -240,17 +228,13 @@ def _release_8bit(module: Any) -> None:
 
 
 def _not_quantized(tensor: Any) -> str | None:
-    is_quantized = tensor.quant_state is not None if _is_4bit(tensor) else _is_int8(tensor)
-    if is_quantized:
+    is_4bit, is_int8 = _is_4bit(tensor), tensor.dtype == torch.int8
+    if (is_4bit and tensor.quant_state is not None) or (is_int8 and not is_4bit):
         return None
     return (
         f"is not quantized yet: bitsandbytes does that when a layer is moved to its device. Call "
         f"module.to(device={tensor.device.type!r}) before fully_shard"
     )
-
-
-def _is_int8(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.int8
 
 
 _BY_ATTRIBUTES: list[tuple[Callable[[Any], bool], Parts]] = [
@@ -278,21 +262,13 @@ _ALIGNMENT = 16  # Bytes; as the layout's.
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A plain tensor in the bytes.
+    """A plain tensor in the bytes."""
 
-    Attributes:
-        path: Names of the parts that lead to it.
-        dtype: Dtype of the leaf.
-        shape: Shape of the leaf.
-        stride: Stride of a dense tensor, maybe not in the order of the dims.
-        start: Position of its first byte.
-    """
-
-    path: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
+    path: str  # Names of the parts that lead to it.
+    dtype: torch.dtype  # Dtype of the leaf.
+    shape: tuple[int, ...]  # Shape of the leaf.
+    stride: tuple[int, ...]  # Stride of a dense tensor, maybe not in the order of the dims.
+    start: int  # Position of its first byte.
 
     @property
     def nbytes(self) -> int:
@@ -349,27 +325,16 @@ class Packing:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor:
-        """Return the bytes of a tensor with the same parts: 1-D uint8, in memory of its own.
-
-        Raises:
-            WrapError: Its parts are others.
-        """
-        tensors = self._checked(tensor)
-        result = torch.zeros(self.nbytes, dtype=torch.uint8, device=tensors[0][1].device)
-        for leaf, (_, values) in zip(self.leaves, tensors, strict=True):
+        """Return the bytes of a tensor with the same parts: 1-D uint8, in memory of its own."""
+        tensors = self.check(tensor)
+        result = torch.zeros(self.nbytes, dtype=torch.uint8, device=tensors[0].device)
+        for leaf, values in zip(self.leaves, tensors, strict=True):
             if leaf.nbytes:
                 leaf.over(result.untyped_storage(), 0).copy_(values)
         return result
 
-    def check(self, tensor: Tensor) -> None:
-        """Raise if `pack` does not take a tensor.
-
-        Raises:
-            WrapError: Its parts are others, or it has none.
-        """
-        self._checked(tensor)
-
-    def _checked(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    def check(self, tensor: Tensor) -> list[Tensor]:
+        """Return the leaves of a tensor that `pack` takes; refuse one of other parts, or none."""
         tensors, _ = _take_apart(self._name, tensor)
         found = [(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in tensors]
         expected = [(leaf.path, leaf.dtype, leaf.shape) for leaf in self.leaves]
@@ -379,7 +344,7 @@ class Packing:
                 f"{type(tensor).__name__} over {found}. Quantize both in the same way."
             )
             raise WrapError(msg)
-        return tensors
+        return [leaf for _, leaf in tensors]
 
     def unpack(self, storage: torch.UntypedStorage, start: int) -> Tensor:
         """Return the tensor over bytes that begin at `start` in memory, not copied."""
@@ -396,8 +361,7 @@ class Packing:
     def leaves_of(self, tensor: Tensor, storage: torch.UntypedStorage, start: int) -> list[Tensor]:
         """Return the leaves of a tensor that `unpack` made over bytes that begin at `start`.
 
-        Raises:
-            WrapError: A part is in memory of its own, where later bytes do not come.
+        Refuse a part in memory of its own, where later bytes do not come.
         """
         tensors, _ = _take_apart(self._name, tensor)
         places = {leaf.path: start + leaf.start for leaf in self.leaves}
@@ -416,11 +380,7 @@ class Packing:
 
 
 def packing_of(entry: ParamEntry) -> Packing | None:
-    """Return how a parameter is packed; None if it is not.
-
-    Raises:
-        WrapError: Its class has parts, and it cannot be packed.
-    """
+    """Return how a parameter is packed; None: it is not. Refuse one that has parts and cannot."""
     param, name = entry.param, entry.name
     if isinstance(param, ShardedTensor):
         packing: Packing | None = param.spec.packing  # type: ignore[assignment]
@@ -436,30 +396,25 @@ def packing_of(entry: ParamEntry) -> Packing | None:
         return None
     if param.requires_grad:
         if not gathers_itself:
-            raise _trainable_error(name, param)
+            msg = (
+                f"parameter {name!r} is a {type(param).__name__} that is to be trained, and has no "
+                f"fsdp_pre_all_gather and fsdp_post_all_gather to say how it is gathered. Freeze "
+                f"it (requires_grad_(False)) before fully_shard, add the two methods to its class, "
+                f"or pass it in ignored_params."
+            )
+            raise WrapError(msg)
         return None
-    _prepare(entry, parts)
-    packing = Packing(name, param)
-    if gathers_itself and _is_one_plain(packing):
-        return None
-    return packing
-
-
-def _prepare(entry: ParamEntry, parts: Parts) -> None:
-    """Let a parameter have its parts, or refuse it."""
-    problem = parts.problem(entry.param) if parts.problem is not None else None
+    problem = parts.problem(param)
     if problem is not None:
-        msg = f"parameter {entry.name!r}, a {type(entry.param).__name__}, {problem}."
+        msg = f"parameter {name!r}, a {type(param).__name__}, {problem}."
         raise WrapError(msg)
-    if parts.prepare is not None:
-        for module, _ in entry.sites:
-            parts.prepare(entry.param, module)
-
-
-def _is_one_plain(packing: Packing) -> bool:
-    """Whether there is one leaf that looks like the parameter: its class's hooks gather that."""
-    seen = [(leaf.shape, leaf.dtype) for leaf in packing.leaves]
-    return seen == [(packing.shape, packing.dtype)]
+    for module, _ in entry.sites:
+        parts.prepare(param, module)
+    packing = Packing(name, param)
+    # One leaf that looks like the parameter: its class's hooks gather that.
+    looks = [(leaf.shape, leaf.dtype) for leaf in packing.leaves]
+    is_one_plain = looks == [(packing.shape, packing.dtype)]
+    return None if gathers_itself and is_one_plain else packing
 
 
 def stored_dtype(entry: ParamEntry) -> torch.dtype:
@@ -471,15 +426,6 @@ def numel_and_dtype(param: nn.Parameter) -> tuple[int, torch.dtype]:
     """Return how many elements of which dtype `fully_shard` cuts of a parameter."""
     packing = packing_of(ParamEntry("?", param, []))
     return (param.numel(), param.dtype) if packing is None else (packing.nbytes, torch.uint8)
-
-
-def _trainable_error(name: str, param: Tensor) -> WrapError:
-    return WrapError(
-        f"parameter {name!r} is a {type(param).__name__} that is to be trained, and has no "
-        f"fsdp_pre_all_gather and fsdp_post_all_gather to say how it is gathered. Freeze it "
-        f"(requires_grad_(False)) before fully_shard, add the two methods to its class, or pass "
-        f"it in ignored_params."
-    )
 
 
 def _check_tensor_parallel(name: str, param: Any) -> None:

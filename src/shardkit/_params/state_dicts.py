@@ -52,12 +52,9 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @torch.no_grad()
 def whole_tensor(tensor: Tensor, *, keep: bool, to_cpu: bool) -> Tensor | None:
-    """Return a sharded tensor as a plain one of the whole, others as a copy. Collective.
+    """Return a sharded tensor or DTensor as a plain one of the whole, others as a copy. Collective.
 
-    Args:
-        tensor: Tensor sharded by shardkit, DTensor, or plain tensor.
-        keep: Whether this rank wants it; a rank that does not takes part and gets None.
-        to_cpu: Whether to put it on the host.
+    A rank that does not `keep` it takes part and gets None.
     """
     device = torch.device("cpu") if to_cpu else tensor.device
     detached: Any = tensor.detach()
@@ -73,27 +70,17 @@ def cut_whole(whole: Tensor, like: ShardedTensor, name: str) -> Tensor:
     """Return this rank's piece of a whole tensor, sharded as `like`, in memory of its own.
 
     Pieces of one bucket lie end to end, as an optimizer's state does.
-
-    Raises:
-        CheckpointError: The shapes differ.
     """
     check_shape(name, tuple(whole.shape), tuple(like.shape))
     if like.is_meta:
-        spec = like.spec
-        piece = torch.empty(spec.piece_numel, dtype=whole.dtype, device=spec.device)
-        new: Tensor = ShardedTensor(piece, spec)
+        new = torch.empty_like(like, dtype=whole.dtype, device=like.spec.device)
     else:
         new = torch.zeros_like(like, dtype=whole.dtype)
-    new.copy_(whole.detach())
-    return new
+    return new.copy_(whole.detach())
 
 
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape.
-
-    Raises:
-        CheckpointError: If it is; on every rank, since ranks know the same shapes.
-    """
+    """Refuse a tensor of another shape; on every rank, since ranks know the same shapes."""
     if found != expected:
         msg = (
             f"{name!r} has shape {found} in the state dict, and {expected} here. Make the model as "

@@ -322,9 +322,8 @@ class PackedStore(FlatStore):
     def drop_originals(self) -> None:
         """Let modules forget the parts that they refer to themselves."""
         for packing, entry in zip(self._packings, self.entries, strict=True):
-            if packing.parts.release is not None:
-                for module, _ in entry.sites:
-                    packing.parts.release(module)
+            for module, _ in entry.sites:
+                packing.parts.release(module)
 
     def _allow_use(self) -> None:
         super()._allow_use()

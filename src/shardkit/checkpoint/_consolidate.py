@@ -32,6 +32,7 @@ from shardkit.checkpoint._files.disk import (
     check_saved_dtype,
     converted,
     dtype_name,
+    join_keys,
     nested,
     open_regular,
     reading,
@@ -147,38 +148,32 @@ def open_checkpoint(
     source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
 ) -> DistributedCheckpoint | RankFiles | FullFile:
     """Open whatever there is under a path or prefix."""
-    with reading(source):
-        return _open(source, suffix)
-
-
-def _open(
-    source: str | os.PathLike[str], suffix: str
-) -> DistributedCheckpoint | RankFiles | FullFile:
     path = Path(source)
-    if (path / METADATA_FILE).exists():
-        return DistributedCheckpoint(path)
-    # A pattern of text, since a prefix is no directory.
-    files = [Path(name) for name in sorted(glob.glob(glob.escape(str(source)) + suffix))]  # noqa: PTH207
-    if files:
-        return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
-    if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
-        return DistributedCheckpoint(path)  # Which says what is missing.
-    if not path.exists():
-        msg = (
-            f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give a "
-            f"checkpoint directory, a file, or the prefix and suffix of per-rank files."
-        )
-        raise CheckpointError(msg)
-    inside = [*complete_in(path)] if path.is_dir() else []
-    inside += sorted({file.parent for file in path.glob(f"[!.]*/{METADATA_FILE}")} - {*inside})
-    if inside:
-        named = listed((entry.name for entry in inside), str)
-        msg = (
-            f"{path} is no checkpoint, but the directory of {len(inside)}, the newest first: "
-            f"{named}. Give one of them: {inside[0]}"
-        )
-        raise CheckpointError(msg)
-    return FullFile(path)
+    with reading(source):
+        if (path / METADATA_FILE).exists():
+            return DistributedCheckpoint(path)
+        # A pattern of text, since a prefix is no directory.
+        names = glob.glob(glob.escape(str(source)) + suffix)  # noqa: PTH207
+        if files := [Path(name) for name in sorted(names)]:
+            return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
+        if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
+            return DistributedCheckpoint(path)  # Which says what is missing.
+        if not path.exists():
+            msg = (
+                f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give "
+                f"a checkpoint directory, a file, or the prefix and suffix of per-rank files."
+            )
+            raise CheckpointError(msg)
+        inside = [*complete_in(path)] if path.is_dir() else []
+        inside += sorted({file.parent for file in path.glob(f"[!.]*/{METADATA_FILE}")} - {*inside})
+        if inside:
+            named = listed((entry.name for entry in inside), str)
+            msg = (
+                f"{path} is no checkpoint, but the directory of {len(inside)}, the newest first: "
+                f"{named}. Give one of them: {inside[0]}"
+            )
+            raise CheckpointError(msg)
+        return FullFile(path)
 
 
 def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
@@ -211,7 +206,8 @@ def _plan(
     root = model_root(checkpoint, source, model_key)
     inside = {key: path for key, path in checkpoint.paths.items() if path[: len(root)] == root}
     if not optimizer:
-        return {_join(path[len(root) :]): key for key, path in inside.items()}, lambda flat: flat
+        names = {join_keys(path[len(root) :]): key for key, path in inside.items()}
+        return names, lambda flat: flat
     optim = next(
         (
             (*root[:-1], name)
@@ -226,7 +222,7 @@ def _plan(
     places: dict[str, Keys] = {}
     for key, path in checkpoint.paths.items():
         if key in inside:
-            places[key] = ("model", _join(path[len(root) :]))
+            places[key] = ("model", join_keys(path[len(root) :]))
         elif path[: len(optim)] == optim:
             places[key] = ("optim", *path[len(optim) :])
     return {key: key for key in places}, lambda entries: nested(
@@ -237,7 +233,7 @@ def _plan(
 def model_root(checkpoint: Source, source: object, model_key: str | None = None) -> Keys:
     """Return where in a checkpoint the model's state dict is."""
     parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
-    shown = listed(sorted({_join(parent[:2]) or "(top)" for parent in parents}), str)
+    shown = listed(sorted({join_keys(parent[:2]) or "(top)" for parent in parents}), str)
     if model_key is not None:
         root = tuple(model_key.split(".")) if model_key else ()
         if root not in parents:
@@ -246,7 +242,7 @@ def model_root(checkpoint: Source, source: object, model_key: str | None = None)
         return root
     found = [parent for parent in parents if parent and parent[-1] == "model"]
     if len(found) > 1:
-        names = listed(found, _join)
+        names = listed(found, join_keys)
         msg = f"{source} has several models ({names}). Choose one by model_key."
         raise CheckpointError(msg)
     if found:
@@ -255,10 +251,6 @@ def model_root(checkpoint: Source, source: object, model_key: str | None = None)
         return ()
     msg = f"{source} has no state dict under a key 'model', but {shown}. Choose by model_key."
     raise CheckpointError(msg)
-
-
-def _join(path: Keys) -> str:
-    return ".".join(map(str, path))
 
 
 # --- what is in a checkpoint, and whether it is undamaged -----------------------------------------
@@ -348,26 +340,26 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Veri
     def find() -> Verification:
         found = Verification()
         with found.noting(), reading(source):
-            _verify(source, suffix, found)
+            checkpoint = open_checkpoint(source, suffix)
+            if isinstance(checkpoint, DistributedCheckpoint):
+                _verify_directory(checkpoint, found)
+            else:
+                for path in checkpoint.files:
+                    _verify_file(path, found)
         return found
 
     return again_if_replaced(Path(source), find, lambda found: not found.problems)
 
 
-def _verify(source: str | os.PathLike[str], suffix: str, found: Verification) -> None:
-    checkpoint = open_checkpoint(source, suffix)
-    if isinstance(checkpoint, DistributedCheckpoint):
-        checkpoint.reader.check_files()
-        if checkpoint.reader.manifest is not None:
-            _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
-        else:
-            _verify_archives(checkpoint, found)
-        for name in checkpoint.others:
-            with found.noting():
-                checkpoint.read_other(name)
-        return
-    for path in checkpoint.files:
-        _verify_file(path, found)
+def _verify_directory(checkpoint: DistributedCheckpoint, found: Verification) -> None:
+    checkpoint.reader.check_files()
+    if checkpoint.reader.manifest is not None:
+        _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
+    else:
+        _verify_archives(checkpoint, found)
+    for name in checkpoint.others:
+        with found.noting():
+            checkpoint.read_other(name)
 
 
 def _verify_manifest(

@@ -18,9 +18,9 @@ from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_checkpoint
-from shardkit.checkpoint._files.disk import DAMAGED, Keys, TensorInfo, asides_in, nested
+from shardkit.checkpoint._files.disk import DAMAGED, Keys, TensorInfo, asides_in, join_keys, nested
 from shardkit.checkpoint._full import load_full
-from shardkit.checkpoint._save import check_arguments, wait_for_last_save
+from shardkit.checkpoint._save import background, check_arguments
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -92,7 +92,7 @@ def load(
     Cost: four all-gathers of a few bytes, with optimizers six. Of memory beside the state: for
     one saved chunk, where it must be cut or converted.
     """
-    wait_for_last_save()
+    background.wait()
     target = directory.normalized(path)
     what = f"{quote(target)} was not loaded"
     rank = rank_of(process_group)
@@ -278,14 +278,7 @@ def room(info: TensorInfo | None) -> Tensor | None:
 
 
 class ModelPart:
-    """A model, whose tensors are read into in place.
-
-    Attributes:
-        targets: Tensors to fill, by entry.
-        entries: Names of entries by those of the model's state.
-        claimed: Entries that are the model's, or would be.
-        of_others: Names of what a pipeline's other stages saved, which are no fault.
-    """
+    """A model, whose tensors are read into in place."""
 
     def __init__(self, source: DistributedCheckpoint, model: nn.Module, misfits: Misfits) -> None:
         self._model = model
@@ -294,8 +287,8 @@ class ModelPart:
         self._nested: dict[str, dict[str, Keys]] = {}
         infos = source.entries
         prefix = model_prefix(infos, self._state)
-        self.entries = {name: prefix + name for name in self._state}
-        self.targets: dict[str, Any] = {}
+        self.entries = {name: prefix + name for name in self._state}  # By the model's own names.
+        self.targets: dict[str, Any] = {}  # Tensors to fill, by entry.
         device = device_of(self._state.values())
         storages = {_storage_of(tensor) for tensor in _tensors_of(model)}
         for name, value in self._state.items():
@@ -312,8 +305,10 @@ class ModelPart:
                 self.targets[entry] = self._state[name] = target
         own = set(self.entries.values()).union(*self._nested.values())
         of_others = entries_of_other_stages(source.stages, own)
+        # Names of what a pipeline's other stages saved, which are no fault.
         self.of_others = {entry.removeprefix(prefix) for entry in of_others}
         others = entries_of_optimizers(infos) - own
+        # Entries that are the model's, or would be.
         self.claimed = {entry for entry in infos if entry.startswith(prefix)} - others
         for entry in infos:
             if entry in self.claimed and entry not in own:
@@ -326,8 +321,10 @@ class ModelPart:
         It is the module that made it that knows what fits.
         """
         entry = self.entries[name]
-        whole: dict[str, Keys] = {entry: ()}
-        found = whole if entry in source.entries else paths_below(source.paths, entry)
+        found: dict[str, Keys] = {entry: ()}
+        if entry not in source.entries:
+            below = entries_below(source.paths, entry)
+            found = {one: keys or tuple(text.split(".")) for one, text, keys in below}
         self._nested[name] = found
         self.targets |= {one: room(source.entries[one]) for one in found}
         return bool(found)
@@ -368,9 +365,7 @@ def _with_memory(value: Any, device: torch.device) -> Any:
     if not value.is_meta:
         return value
     if isinstance(value, ShardedTensor):
-        spec = value.spec
-        piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
-        return ShardedTensor(piece, spec)
+        return torch.empty_like(value, device=value.spec.device)
     mesh: Any = getattr(value, "device_mesh", None)
     return torch.empty_like(value, device=device if mesh is None else mesh.device_type)
 
@@ -406,8 +401,7 @@ class OptimizerPart:
         for entry, name, keys in optimizer_entries(source.paths, prefix, known):
             info = source.entries[entry]
             if name not in first_name:
-                where = ".".join(map(str, (name, *keys)))
-                line = f"optimizer: {where!r}: found {described(info)}"
+                line = f"optimizer: {join_keys((name, *keys))!r}: found {described(info)}"
                 misfits.left_over(line, is_of_others=name in model_part.of_others)
                 continue
             self._places[entry] = (name, keys)
@@ -421,7 +415,7 @@ class OptimizerPart:
             # State of the saved parameter's shape, if the parameter has another.
             of_model = self._infos.get(model_part.entries.get(name, ""))
             if info is not None and of_model is not None and info.shape == of_model.shape:
-                where = ".".join(map(str, (name, *keys)))
+                where = join_keys((name, *keys))
                 misfits.compare(f"optimizer: {where!r}", params[name], info)
 
     def make_room(self) -> dict[str, Any]:
@@ -430,19 +424,15 @@ class OptimizerPart:
             return {}
         # What the optimizers have is read into: fresh memory takes longer than reading does.
         present = get_optimizer_state_dict(self._model, self._optimizers)["state"]
-        lacking = {
+        rooms = {
             name: {
-                key: info
+                key: value
                 for key, info in infos.items()
-                if not _is_room(element(present, (name, key)), info)
+                if _is_room(value := element(present, (name, key)), info)
             }
             for name, infos in self._saved.items()
         }
-        self._state = optimizer_template(self._model, self._optimizers, lacking)
-        for name, infos in self._saved.items():
-            values = self._state["state"].setdefault(name, {})
-            for key in infos.keys() - lacking[name].keys():
-                values[key] = present[name][key]
+        self._state = optimizer_template(self._model, self._optimizers, self._saved, rooms)
         if self._groups:
             self._state["param_groups"] = self._groups
         targets = {}
@@ -662,32 +652,24 @@ def optimizer_entries(
 
     Names have dots in them, as what is behind them may have: those that are `known` are found.
     """
-    head = f"{prefix}state."
-    depth = head.count(".")  # How many keys the head is, if it was nested.
-    for entry, path in paths.items():
-        if not entry.startswith(head):
-            continue
-        if len(path) > depth + 1 and ".".join(map(str, path[:depth])) == head[:-1]:
-            yield entry, str(path[depth]), path[depth + 1 :]
+    for entry, text, keys in entries_below(paths, f"{prefix}state"):
+        if len(keys) > 1:
+            yield entry, str(keys[0]), keys[1:]
         else:
-            text = entry.removeprefix(head)
             name, _, last = text.rpartition(".")
             yield entry, *(split_at_name(text, known) or (name, (last,)))
 
 
-def paths_below(paths: Mapping[str, Keys], entry: str) -> dict[str, Keys]:
-    """Return the entries that are in a nested value called so, and where in it."""
-    found: dict[str, Keys] = {}
-    for name, path in paths.items():
-        if not name.startswith(f"{entry}."):
-            continue
-        for depth in range(1, len(path)):
-            if ".".join(map(str, path[:depth])) == entry:
-                found[name] = path[depth:]
-                break
-        else:
-            found[name] = tuple(name.removeprefix(f"{entry}.").split("."))
-    return found
+def entries_below(paths: Mapping[str, Keys], head: str) -> Iterator[tuple[str, str, Keys]]:
+    """Yield the entries in a nested value, each with the text and the keys behind its name.
+
+    There are no keys where only the text is known.
+    """
+    for entry, path in paths.items():
+        if entry.startswith(f"{head}."):
+            depths = range(1, len(path))
+            depth = next((d for d in depths if join_keys(path[:d]) == head), len(path))
+            yield entry, entry.removeprefix(f"{head}."), path[depth:]
 
 
 def element(values: Any, path: Keys) -> Any:

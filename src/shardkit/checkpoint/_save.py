@@ -25,7 +25,8 @@ from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import map_leaves
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.groups import new_group
+from shardkit._tree import iter_tensors
+from shardkit.backends.groups import OfWorld, new_group
 from shardkit.backends.watch.channel import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
@@ -61,7 +62,7 @@ class Job:
     overwrite: bool  # Permission to replace a checkpoint of this name.
     progress: Progress  # Argument of `save`.
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse what cannot be meant, before anything has been done; on every rank alike."""
         check_arguments(self.model, self.optimizers)
         if self.model is None and not self.extra:
@@ -117,10 +118,10 @@ def check_arguments(model: Any, optimizers: Any) -> None:
         raise CheckpointError(msg)
 
 
-def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, progress: Progress) -> Path:
+def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any) -> Path:
     """Write a checkpoint; see `save`."""
     rank = rank_of(group)
-    with Meter(progress, f"saving {job.path.name}", rank=rank) as meter:
+    with Meter(job.progress, f"saving {job.path.name}", rank=rank) as meter:
         writer = CheckpointWriter(
             job.path, overwrite=job.overwrite, step=job.step, report=meter.add
         )
@@ -270,15 +271,8 @@ class Staging:
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state like this one with tensors of its own; overwrite the last copy."""
-        tensors: dict[int, Tensor] = {}
-
-        def note(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                tensors[id(leaf)] = memory_of(leaf)
-            return leaf
-
-        map_leaves(state, note)
-        copies = self._copy_all(tensors)
+        tensors = iter_tensors(state, depth=0)
+        copies = self._copy_all({id(tensor): memory_of(tensor) for tensor in tensors})
         result: dict[str, Any] = map_leaves(
             state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
         )
@@ -359,7 +353,7 @@ class SaveHandle:
             return state
 
         try:
-            write(job, collected, group, False if job.progress is None else job.progress)
+            write(job, collected, group)
         except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
             self._error = error
         finally:
@@ -455,8 +449,7 @@ class Background:
     def __init__(self) -> None:
         self.staging = Staging()
         self._last: SaveHandle | None = None
-        self._groups: dict[tuple[int, ...], Any] = {}
-        self._groups_in: Any = None
+        self._groups: OfWorld[Any] = OfWorld()
         self._ends_are_seen = False
 
     def start(self, job: Job, group: Any) -> SaveHandle:
@@ -486,7 +479,7 @@ class Background:
             self._last.end(END_LIMIT_S, "destroy_process_group")
 
     def wait(self) -> None:
-        """Wait for the save under way."""
+        """Wait for the save under way; its error stays for who asks for its result."""
         if self._last is not None:
             self._last.wait()
 
@@ -503,18 +496,15 @@ class Background:
         """
         if not dist.is_initialized():
             return None
-        if self._groups_in is not dist.group.WORLD:
-            self._groups.clear()
-            self._groups_in = dist.group.WORLD
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if ranks not in self._groups:
-            self._groups[ranks] = new_group(ranks, "gloo")
-        return self._groups[ranks]
+        groups, ranks = self._groups.now(), tuple(dist.get_process_group_ranks(group))
+        if ranks not in groups:
+            groups[ranks] = new_group(ranks, "gloo")
+        return groups[ranks]
 
 
 # --- save and async_save --------------------------------------------------------------------------
 
-_background = Background()
+background = Background()
 
 
 def save(  # noqa: PLR0913 - the state, where it goes, and how
@@ -565,14 +555,13 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
     memory for each rank; sharded tensors are not copied.
     """
     job = Job(directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
-    job.check()
-    error = _background.last_error()
+    error = background.last_error()
 
     def collect() -> dict[str, Any]:
         _raise_last(error)
         return job.collect()
 
-    return write(job, collect, process_group, progress)
+    return write(job, collect, process_group)
 
 
 def async_save(  # noqa: PLR0913 - as `save`
@@ -615,16 +604,11 @@ def async_save(  # noqa: PLR0913 - as `save`
     Cost: memory on the host for a copy of what this rank holds; it is kept for the next time,
     until `release_staging_memory`. The first call makes a process group.
     """
-    job = Job(directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
-    job.check()
-    _raise_last(_background.last_error())
+    shown: Progress = False if progress is None else progress
+    job = Job(directory.normalized(path), model, optimizer, extra, keep_last, overwrite, shown)
+    _raise_last(background.last_error())
     directory.check_free(job.path, overwrite=overwrite)
-    return _background.start(job, _background.group_like(process_group))
-
-
-def wait_for_last_save() -> None:
-    """Wait for the asynchronous save under way; its error stays for who asks for its result."""
-    _background.wait()
+    return background.start(job, background.group_like(process_group))
 
 
 def release_staging_memory() -> None:
@@ -633,8 +617,8 @@ def release_staging_memory() -> None:
     Raises:
         CheckpointError: It failed, and nobody has asked for its result.
     """
-    _background.staging.release()
-    _raise_last(_background.last_error())
+    background.staging.release()
+    _raise_last(background.last_error())
 
 
 def _raise_last(error: BaseException | None) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import os
 import shutil
 import warnings
@@ -463,30 +462,16 @@ def _is_switched(new: Path, path: Path, old: list[Path], before: Stamp, *, overw
     return False
 
 
-@functools.cache
-def _renameat2() -> Any:
-    """Return the function of the C library; None if there is none."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is not None:
-        function.argtypes = [
-            ctypes.c_int,
-            ctypes.c_char_p,
-            ctypes.c_int,
-            ctypes.c_char_p,
-            ctypes.c_uint,
-        ]
-    return function
-
-
 def exchange(one: Path, other: Path) -> None:
     """Exchange what has two names, at once; some file systems never can (EINVAL, ENOSYS)."""
-    renameat2 = _renameat2()
-    if renameat2 is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
-    at_cwd, rename_exchange = -100, 2  # <fcntl.h>, <stdio.h> of Linux
-    if renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange):
+    renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    code = errno.ENOSYS
+    if renameat2 is not None:
+        at_cwd, rename_exchange = -100, 2  # <fcntl.h>, <stdio.h> of Linux
+        if renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) == 0:
+            return
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(one), None, str(other))
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def _saved_by(path: Path) -> str:

@@ -54,12 +54,12 @@ class FileStream:
     Cost: two buffers of 8 MiB, one thread.
     """
 
-    def __init__(self, path: Path, report: Callable[[int], None] | None = None) -> None:
+    def __init__(self, path: Path, report: Callable[[int], None]) -> None:
         """Make the file."""
         self._report = report
         self._fd = _create(path)
         self._buffers = [mmap.mmap(-1, _BUFFER_NBYTES) for _ in range(2)]
-        self._writing: list[Future[None] | None] = [None, None]
+        self._writing: Future[None] | None = None  # The last write that was started.
         self._current = 0
         self._filled = 0
         self._flushed = 0
@@ -72,7 +72,10 @@ class FileStream:
         """Write what is left, flush the disk's cache, and close, also after an error."""
         try:
             if kind is None:
-                self._finish()
+                nbytes = self.nbytes
+                self._flush().result()
+                os.ftruncate(self._fd, nbytes)  # The last write was padded.
+                os.fsync(self._fd)
         finally:
             self._thread.shutdown()
             os.close(self._fd)
@@ -118,20 +121,16 @@ class FileStream:
             self._flush()
         return crc32
 
-    def _flush(self) -> None:
+    def _flush(self) -> Future[None]:
         """Start to write the current buffer, then wait until the other one is free."""
         nbytes, self._filled = self._filled, 0
-        self._writing[self._current] = self._thread.submit(
-            self._write, self._buffers[self._current], nbytes, self._flushed
-        )
+        before, buffer = self._writing, self._buffers[self._current]
+        self._writing = self._thread.submit(self._write, buffer, nbytes, self._flushed)
         self._flushed += nbytes
         self._current = 1 - self._current
-        self._wait(self._current)
-
-    def _wait(self, position: int) -> None:
-        future, self._writing[position] = self._writing[position], None
-        if future is not None:
-            future.result()
+        if before is not None:
+            before.result()
+        return self._writing
 
     def _write(self, buffer: mmap.mmap, nbytes: int, offset: int) -> None:
         padded = -(-nbytes // _DISK_BLOCK_NBYTES) * _DISK_BLOCK_NBYTES
@@ -143,15 +142,7 @@ class FileStream:
                 except OSError as error:
                     if error.errno != errno.EINVAL or not _use_cache(self._fd):
                         raise
-        if self._report is not None:
-            self._report(nbytes)
-
-    def _finish(self) -> None:
-        nbytes = self.nbytes
-        self._flush()
-        self._wait(1 - self._current)
-        os.ftruncate(self._fd, nbytes)  # The last write was padded.
-        os.fsync(self._fd)
+        self._report(nbytes)
 
 
 def _create(path: Path) -> int:
@@ -234,9 +225,7 @@ _LOCAL_HEADER_NBYTES = 30  # Of a record in a zip archive, without name and extr
 class ItemFile:
     """An open file of a checkpoint."""
 
-    def __init__(
-        self, path: Path, block_nbytes: int, report: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, path: Path, block_nbytes: int, report: Callable[[int], None]) -> None:
         """Open it."""
         self.path = path
         self._block_nbytes = block_nbytes
@@ -261,7 +250,7 @@ class ItemFile:
         """Read bytes of an item from `start` on, verified: with all other bytes of their blocks."""
         stop = start + len(target)
         if not item.crc32s:
-            self._read_run(item.offset + start, [target], 0, name)
+            self._read_run(item.offset + start, [target], name)
             return
         for begin, end, crc32 in item.blocks(self._block_nbytes):
             if begin >= stop or end <= start:
@@ -269,7 +258,7 @@ class ItemFile:
             low, high = max(begin, start), min(end, stop)
             before, after = bytearray(low - begin), bytearray(end - high)
             parts = [memoryview(before), target[low - start : high - start], memoryview(after)]
-            found = self._read_run(item.offset + begin, parts, 0, name)
+            found = self._read_run(item.offset + begin, parts, name)
             if found != crc32:
                 msg = (
                     f"{self.path}: {name!r}: bytes {item.offset + begin} to {item.offset + end} "
@@ -278,13 +267,13 @@ class ItemFile:
                 )
                 raise CheckpointError(msg)
 
-    def _read_run(self, offset: int, parts: list[memoryview], crc32: int, name: str) -> int:
+    def _read_run(self, offset: int, parts: list[memoryview], name: str) -> int:
         """Fill the parts from one run of bytes; return their checksum."""
-        nbytes = sum(map(len, parts))
+        crc32, nbytes = 0, sum(map(len, parts))
         if nbytes <= _STEP_NBYTES and os.preadv(self._fd, parts, offset) == nbytes:
             for part in parts:
                 crc32 = zlib.crc32(part, crc32)
-            if self._report is not None and nbytes:
+            if nbytes:
                 self._report(nbytes)
             return crc32
         for part in parts:
@@ -300,7 +289,7 @@ class ItemFile:
                 crc32 = zlib.crc32(step[:got], crc32)
                 offset += got
                 done += got
-            if self._report is not None and done:
+            if done:
                 self._report(done)
         return crc32
 

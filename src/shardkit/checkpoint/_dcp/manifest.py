@@ -34,20 +34,13 @@ _LIMIT = 1 << 62  # Sums of a few sizes below it are what they should be in any 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one entry, or of one box of a sharded tensor, in a file.
+    """Bytes of one entry, or of one box of a sharded tensor, in a file."""
 
-    Attributes:
-        offset: Offset in the file.
-        nbytes: Length of it.
-        data_offset: Offset in it of a tensor's elements, row after row; None if it holds
-            something else than one tensor.
-        crc32s: Checksums of each `BLOCK_NBYTES` of it; the last block may be shorter.
-    """
-
-    offset: int
-    nbytes: int
+    offset: int  # Offset in the file.
+    nbytes: int  # Length of it.
+    # Offset in it of a tensor's elements, row after row; None: it is something else.
     data_offset: int | None
-    crc32s: tuple[int, ...]
+    crc32s: tuple[int, ...]  # Checksums of each `BLOCK_NBYTES` of it; the last may be shorter.
 
     def blocks(self, block_nbytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield start and end of each block, counted from the item's begin, and its checksum."""

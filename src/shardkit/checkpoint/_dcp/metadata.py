@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
@@ -14,18 +13,18 @@ import struct
 from collections import defaultdict
 from pathlib import Path
 from types import FunctionType, NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.disk import is_plain_name, read_index, reading
+from shardkit.checkpoint._files.disk import is_plain_name, reading
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 
 METADATA_FILE = ".metadata"
@@ -44,12 +43,16 @@ _random_place = functools.partial(random.Random().getrandbits, 64)  # noqa: S311
 def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata:
     """Return what the bytes of a `.metadata` file describe; execute nothing."""
     remedy = "The file is damaged or foreign: load another checkpoint."
+    was_enabled = gc.isenabled()
+    gc.disable()  # Python would look for garbage again and again while many objects are made.
     try:
-        with _without_collections():
-            found = unpickle(content)
+        found = unpickle(content)
     except Exception as error:
         msg = f"{Path(path)}: not a DCP metadata pickle: {error}. {remedy}"
         raise CheckpointError(msg) from error
+    finally:
+        if was_enabled:
+            gc.enable()
     with reading(path):
         problem = _problem(found, len(content))
     if problem:
@@ -57,31 +60,6 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
         raise CheckpointError(msg)
     metadata: dcp.Metadata = found
     return metadata
-
-
-def metadata_content(directory: Path) -> bytes:
-    """Return what is in `.metadata` of a checkpoint."""
-    file = directory / METADATA_FILE
-    try:
-        return read_index(file)
-    except OSError as error:
-        msg = (
-            f"{file}: {error.strerror or error}. A checkpoint directory holds this file once it is "
-            f"complete: give the path of a complete one."
-        )
-        raise CheckpointError(msg) from error
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keep Python from looking for garbage again and again while many objects are made."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _problem(found: Any, nbytes: int) -> str:
@@ -275,6 +253,10 @@ class ForeignPickleError(pickle.UnpicklingError):
     """A pickle asks for something that DCP does not write."""
 
 
+def _refuse(what: str) -> NoReturn:
+    raise ForeignPickleError(what)
+
+
 def unpickle(content: bytes) -> Any:
     """Return what a pickle describes, if it is one that DCP could have written.
 
@@ -339,8 +321,7 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 push(())
             case 0x81:  # NEWOBJ
                 if pop() != ():
-                    msg = "it makes an object with arguments"
-                    raise ForeignPickleError(msg)
+                    _refuse("it makes an object with arguments")
                 room -= 1
                 stack[-1] = _new(stack[-1])
             case 0x7D:  # EMPTY_DICT
@@ -400,8 +381,7 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
             case 0x58:  # BINUNICODE
                 begin, at = at + 4, at + 4 + _read_uint4(content, at)[0]
                 if at - begin > _MAX_STR_NBYTES:
-                    msg = f"it has a string of {at - begin} bytes"
-                    raise ForeignPickleError(msg)
+                    _refuse(f"it has a string of {at - begin} bytes")
                 push(content[begin:at].decode("utf-8", "surrogatepass"))
             case 0x8A:  # LONG1
                 begin, at = at + 1, at + 1 + content[at]
@@ -419,16 +399,13 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 at += 8
             case 0x80:  # PROTO
                 if content[at] > _MAX_PROTOCOL:
-                    msg = f"protocol {content[at]} is none of a description"
-                    raise ForeignPickleError(msg)
+                    _refuse(f"protocol {content[at]} is none of a description")
                 at += 1
             case 0x2E:  # STOP
                 return pop()
             case _:
-                msg = f"opcode {opcode} is none of a description"
-                raise ForeignPickleError(msg)
-    msg = "it makes far more than it has bytes"
-    raise ForeignPickleError(msg)
+                _refuse(f"opcode {opcode} is none of a description")
+    _refuse("it makes far more than it has bytes")
 
 
 def _remember(memo: list[Any], number: int, value: Any) -> None:
@@ -451,41 +428,31 @@ def _set_items(values: list[Any], stack: list[Any], hashes: defaultdict[int, set
     keys = iter(values)
     for key, value in zip(keys, keys, strict=True):
         if type(key) is not str:
-            _check_index(key, hashes[id(changed)])
+            if type(key) is not dcp.MetadataIndex:
+                _refuse(f"it has a key that is {type(key).__name__}")
+            number, of_others = hash(key), hashes[id(changed)]
+            if number in of_others:
+                _refuse("it has two keys of the same hash")
+            of_others.add(number)
         changed[key] = value
-
-
-def _check_index(key: Any, hashes: set[int]) -> None:
-    """Raise if a key is no index, or has the hash of another one of its dict."""
-    if type(key) is not dcp.MetadataIndex:
-        msg = f"it has a key that is {type(key).__name__}"
-        raise ForeignPickleError(msg)
-    number = hash(key)
-    if number in hashes:
-        msg = "it has two keys of the same hash"
-        raise ForeignPickleError(msg)
-    hashes.add(number)
 
 
 def _of_type(expected: type[Any], found: Any) -> Any:
     if type(found) is not expected:
-        msg = f"it adds to what is {type(found).__name__}"
-        raise ForeignPickleError(msg)
+        _refuse(f"it adds to what is {type(found).__name__}")
     return found
 
 
 def _flat(values: list[Any]) -> tuple[Any, ...]:
     if len(values) > _MAX_LEN:
-        msg = f"it has a tuple of {len(values)} values"
-        raise ForeignPickleError(msg)
+        _refuse(f"it has a tuple of {len(values)} values")
     _check_flat(values)
     return tuple(values)
 
 
 def _check_flat(values: Iterable[Any]) -> None:
     if tuple in map(type, values):
-        msg = "it has tuples of tuples"
-        raise ForeignPickleError(msg)
+        _refuse("it has tuples of tuples")
 
 
 def _named(module: Any, name: Any) -> Any:
@@ -495,21 +462,18 @@ def _named(module: Any, name: Any) -> Any:
             return known
         if module.startswith("pathlib") and name in _PATHS:
             return _path
-    msg = f"it asks for {shown(name)} of {shown(module)}"
-    raise ForeignPickleError(msg)
+    _refuse(f"it asks for {shown(name)} of {shown(module)}")
 
 
 def _new(cls: Any) -> Any:
     if cls not in _BUILT:
-        msg = f"it makes what is {shown(cls)}"
-        raise ForeignPickleError(msg)
+        _refuse(f"it makes what is {shown(cls)}")
     return cls.__new__(cls)
 
 
 def _call(called: Any, args: Any) -> Any:
     if type(args) is not tuple or type(called) is not FunctionType:
-        msg = f"it calls what is {type(called).__name__}"
-        raise ForeignPickleError(msg)
+        _refuse(f"it calls what is {type(called).__name__}")
     return called(*args)
 
 
@@ -521,8 +485,7 @@ def _build(built: Any, state: Any) -> None:
             sets_state(built, state)
             return
     elif cls not in _BUILT:  # Classes are this process' own.
-        msg = f"it sets attributes of {shown(built)}"
-        raise ForeignPickleError(msg)
+        _refuse(f"it sets attributes of {shown(built)}")
     elif (
         type(state) is dict
         and len(state) <= _MAX_FIELDS
@@ -530,8 +493,7 @@ def _build(built: Any, state: Any) -> None:
     ):
         built.__dict__.update(state)
         return
-    msg = "it has a state that is none of a description"
-    raise ForeignPickleError(msg)
+    _refuse("it has a state that is none of a description")
 
 
 def _is_index(state: dict[Any, Any]) -> bool:
@@ -550,33 +512,32 @@ def _path(*parts: object) -> None:
 
 def _size(values: Any) -> torch.Size:
     if type(values) is not tuple or len(values) > _MAX_NDIM:
-        msg = f"it makes a size of {shown(values)}"
-        raise ForeignPickleError(msg)
+        _refuse(f"it makes a size of {shown(values)}")
     return torch.Size(values)
 
 
-def _layout(name: object) -> torch.layout:
-    for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.jagged):
-        if str(layout) == name:
-            return layout
-    msg = f"it asks for the layout {shown(name)}"
-    raise ForeignPickleError(msg)
+def _member(members: Iterable[tuple[object, Any]], wanted: object, what: str) -> Any:
+    for name, member in members:
+        if name == wanted:
+            return member
+    _refuse(f"it asks for {what}")
+
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.jagged)
+
+
+def _layout(name: object) -> Any:
+    return _member(((str(each), each) for each in _LAYOUTS), name, f"the layout {shown(name)}")
 
 
 def _memory_format(number: object) -> Any:
-    for member in _MEMORY_FORMAT:
-        if member.value == number:
-            return member
-    msg = f"it asks for the memory format {shown(number)}"
-    raise ForeignPickleError(msg)
+    members = ((each.value, each) for each in _MEMORY_FORMAT)
+    return _member(members, number, f"the memory format {shown(number)}")
 
 
 def _named_memory_format(owner: object, name: object) -> Any:
-    for member in _MEMORY_FORMAT:
-        if owner is _memory_format and member.name == name:
-            return member
-    msg = f"it asks for {shown(name)} of {shown(owner)}"
-    raise ForeignPickleError(msg)
+    members = ((each.name, each) for each in _MEMORY_FORMAT if owner is _memory_format)
+    return _member(members, name, f"{shown(name)} of {shown(owner)}")
 
 
 _KNOWN: dict[tuple[str, str], Any] = {

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,12 +28,20 @@ from shardkit.checkpoint._dcp.manifest import (
     Item,
     read_manifest,
 )
-from shardkit.checkpoint._dcp.metadata import METADATA_FILE, metadata_content, parse_metadata
-from shardkit.checkpoint._files.disk import DAMAGED, Source, TensorInfo, asides_in, why_refused
+from shardkit.checkpoint._dcp.metadata import METADATA_FILE, parse_metadata
+from shardkit.checkpoint._files.disk import (
+    DAMAGED,
+    Source,
+    TensorInfo,
+    asides_in,
+    read_index,
+    reading,
+    why_refused,
+)
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch.distributed.checkpoint import planner as dcp
     from torch.distributed.checkpoint.metadata import Metadata
@@ -65,7 +73,7 @@ class CheckpointReader(FileSystemReader):
             report: Function that is called with the numbers of bytes that have been read.
         """
         super().__init__(directory.normalized(path))
-        self._report = report
+        self._report = report or (lambda _: None)
         self.manifest: Manifest | None = None
         self.identity = 0
         self._items: dict[tuple[str, int], Item] = {}
@@ -85,52 +93,13 @@ class CheckpointReader(FileSystemReader):
         try:
             self.manifest = read_manifest(path)
         except FileNotFoundError:  # One of plain DCP.
-            content = metadata_content(path)
+            with reading(path):
+                content = read_index(path / METADATA_FILE)
         else:
             content = directory.check_metadata(path, self.manifest)
         metadata = parse_metadata(content, path / METADATA_FILE)
         self.identity = zlib.crc32(content)
-        if self.manifest is not None:
-            for name, stored in self.manifest.files.items():
-                self._items.update({(name, item.offset): item for item in stored.items})
-            self._compare(metadata)
         self.set_up_storage_reader(metadata, is_coordinator=False)
-        return metadata
-
-    def _compare(self, metadata: Metadata) -> None:
-        """Raise if `.metadata` and the manifest do not describe the same."""
-        for index, where in metadata.storage_data.items():
-            item = self._items.get((where.relative_path, where.offset))
-            if item is None or item.nbytes != where.length:
-                self._refuse(index.fqn)
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                continue
-            for chunk in entry.chunks:
-                where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                item = self._items[where.relative_path, where.offset]
-                nbytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-                if item.data_offset is not None and item.data_offset + nbytes > item.nbytes:
-                    self._refuse(name)
-
-    def _refuse(self, name: str) -> NoReturn:
-        msg = f"{self.path}: {METADATA_FILE} and {MANIFEST_FILE} differ about {name!r}. {DAMAGED}"
-        raise CheckpointError(msg)
-
-    def set_up_storage_reader(
-        self,
-        metadata: Metadata,
-        is_coordinator: bool,  # noqa: FBT001 - DCP's signature
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Take up where everything is."""
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        if self.manifest is None:
-            self._items = {
-                (where.relative_path, where.offset): Item(where.offset, where.length, None, ())
-                for where in self.storage_data.values()
-            }
         self._chunks = {
             MetadataIndex(name, chunk.offsets): TensorInfo(
                 tuple(chunk.sizes), entry.properties.dtype
@@ -139,6 +108,33 @@ class CheckpointReader(FileSystemReader):
             if isinstance(entry, TensorStorageMetadata)
             for chunk in entry.chunks
         }
+        self._items = self._stored_items()
+        return metadata
+
+    def _stored_items(self) -> dict[tuple[str, int], Item]:
+        """Return all items by place; raise if `.metadata` and the manifest differ about one."""
+        if self.manifest is None:
+            return {
+                (where.relative_path, where.offset): Item(where.offset, where.length, None, ())
+                for where in self.storage_data.values()
+            }
+        items = {
+            (name, item.offset): item
+            for name, stored in self.manifest.files.items()
+            for item in stored.items
+        }
+        for index, where in self.storage_data.items():
+            item, chunk = items.get((where.relative_path, where.offset)), self._chunks.get(index)
+            fits = item is not None and item.nbytes == where.length
+            if fits and chunk is not None and item.data_offset is not None:
+                fits = item.data_offset + chunk.nbytes <= item.nbytes
+            if not fits:
+                msg = (
+                    f"{self.path}: {METADATA_FILE} and {MANIFEST_FILE} differ about "
+                    f"{index.fqn!r}. {DAMAGED}"
+                )
+                raise CheckpointError(msg)
+        return items
 
     def chunks_by_place(self) -> dict[tuple[str, int], tuple[TensorInfo, str]]:
         """Return each chunk and its tensor's name, by its file and where it begins in it."""
@@ -148,28 +144,25 @@ class CheckpointReader(FileSystemReader):
             for index, where in places.items()
         }
 
-    def check_files(self) -> None:
-        """Compare the sizes of all files with what was written; called on one rank.
+    def check_files(self, names: Collection[str] | None = None) -> None:
+        """Compare the sizes of files with what was written.
+
+        Args:
+            names: Names of the files; None: all of them, for one rank to look at.
 
         Raises:
             CheckpointError: One is missing, or of another size.
         """
-        for name, nbytes in self._file_nbytes().items():
-            self._check_size(name, nbytes)
-
-    def _file_nbytes(self) -> dict[str, int]:
-        if self.manifest is not None:
-            return {name: stored.nbytes for name, stored in self.manifest.files.items()}
         ends: dict[str, int] = defaultdict(int)
-        for info in self.storage_data.values():
-            ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
-        return ends
-
-    def _check_size(self, name: str, nbytes: int) -> None:
-        path = Path(self.path, name)
-        if self.manifest is None and path.exists():  # Only what it must hold at least is known.
-            nbytes = max(nbytes, path.stat().st_size)
-        directory.check_size(path, nbytes)
+        for where in self.storage_data.values():
+            ends[where.relative_path] = max(ends[where.relative_path], where.offset + where.length)
+        if self.manifest is not None:
+            ends = {name: stored.nbytes for name, stored in self.manifest.files.items()}
+        for name in ends if names is None else names:
+            path, nbytes = Path(self.path, name), ends[name]
+            if self.manifest is None and path.exists():  # What it must hold at least is known.
+                nbytes = max(nbytes, path.stat().st_size)
+            directory.check_size(path, nbytes)
 
     def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         """Read what the plan asks for.
@@ -179,18 +172,10 @@ class CheckpointReader(FileSystemReader):
         """
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for request in plan.items:
-            where = self.storage_data.get(request.storage_index)
-            if where is None:
-                msg = (
-                    f"{self.path}: {request.storage_index.fqn!r} is listed but stored nowhere. "
-                    f"{DAMAGED}"
-                )
-                raise CheckpointError(msg)
-            by_file[where.relative_path].append(request)
-        sizes = self._file_nbytes()
+            by_file[self.storage_data[request.storage_index].relative_path].append(request)
+        self.check_files(by_file)
         block_nbytes = BLOCK_NBYTES if self.manifest is None else self.manifest.block_nbytes
         for name, requests in by_file.items():
-            self._check_size(name, sizes[name])
             requests.sort(key=lambda request: self.storage_data[request.storage_index].offset)
             with ItemFile(Path(self.path, name), block_nbytes, self._report) as file:
                 for request in requests:
@@ -266,13 +251,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class DistributedCheckpoint(Source):
-    """A checkpoint directory, shardkit's or another one of DCP; a manifest verifies what is read.
-
-    Attributes:
-        entries: Shape and dtype of every tensor; None for what is not a tensor.
-        paths: Keys that led to each entry in the nested state; one key if that is not known.
-        stages: Entries of each model, where the ranks that saved had different ones.
-    """
+    """A checkpoint directory, shardkit's or another one of DCP; verified if it has a manifest."""
 
     kind = "checkpoint directory"
 
@@ -282,6 +261,7 @@ class DistributedCheckpoint(Source):
         self._expect = meter.expect
         self.reader = CheckpointReader(path, report=meter.add)
         self._metadata = self.reader.read_metadata()
+        # Shape and dtype of every tensor; None for what is not a tensor.
         self.entries = {
             name: TensorInfo(tuple(entry.size), entry.properties.dtype)
             if isinstance(entry, TensorStorageMetadata)
@@ -293,9 +273,11 @@ class DistributedCheckpoint(Source):
         self.tied = {}
         manifest = self.reader.manifest
         self.world_size = None if manifest is None else manifest.header.world_size
+        # Entries of each model, where the ranks that saved had different ones.
         self.stages = [] if manifest is None else [frozenset(each) for each in manifest.stages]
         known = self._metadata.planner_data
         known = known if isinstance(known, dict) else {}
+        # Keys that led to each entry in the nested state; one key if that is not known.
         self.paths = {name: tuple(known.get(name, (name,))) for name in self.entries}
 
     @property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
+import itertools
 import math
 import pickle
+import sys
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from shardkit.checkpoint._dcp.item_file import FileStream, raw_bytes, tensor_fra
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE, Header, Item, Manifest, StoredFile
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files import disk
-from shardkit.checkpoint._files.disk import Keys, why_refused, write_synced
+from shardkit.checkpoint._files.disk import Keys, join_keys, why_refused, write_synced
 
 if TYPE_CHECKING:
     import os
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # --- who writes what ------------------------------------------------------------------------------
 
 _GROUPS = ("optim", "param_groups")
+_BYTES = WriteItemType.BYTE_IO
 
 
 class Whole:
@@ -140,7 +142,7 @@ class SavePlanner(DefaultSavePlanner):
         """Return what is written."""
         if isinstance(object, Whole):
             return io.BytesIO(object.content)
-        if write_item.type is WriteItemType.BYTE_IO:
+        if write_item.type is _BYTES:
             return io.BytesIO(_dumped(f"entry {write_item.index.fqn!r}", object))
         return super().transform_object(write_item, object)
 
@@ -177,14 +179,14 @@ def _with_groups_of_all_stages(
             for name, path in paths.items()
             if path[:2] == _GROUPS
         }
-        new_names = {name: ".".join(map(str, path)) for name, path in moved.items()}
-        indices = [item.index for item in plan.items]
+        new_names = {name: join_keys(path) for name, path in moved.items()}
         items = [
-            replace(item, index=replace(index, fqn=new_names.get(index.fqn, index.fqn)))
-            for item, index in zip(plan.items, indices, strict=True)
+            replace(item, index=replace(item.index, fqn=new_names[item.index.fqn]))
+            if item.index.fqn in moved
+            else item
+            for item in plan.items
         ]
-        paths = {name: path for name, path in paths.items() if name not in moved}
-        paths |= {new_names[name]: path for name, path in moved.items()}
+        paths = {new_names.get(name, name): moved.get(name, path) for name, path in paths.items()}
         renamed.append(replace(plan, items=items, planner_data=paths))
         own_names.append({new: name for name, new in new_names.items()})
     return renamed, own_names
@@ -224,15 +226,6 @@ def _nbytes(item: WriteItem) -> int:
 # --- the writer -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What a rank tells the coordinator about one item."""
-
-    file: str
-    item: Item
-    file_nbytes: int
-
-
 class CheckpointWriter(FileSystemWriter):
     """Storage for ``torch.distributed.checkpoint.save``: crash-safe, with a manifest.
 
@@ -269,7 +262,7 @@ class CheckpointWriter(FileSystemWriter):
         self._step = step
         self.layout: Mapping[str, Any] = {}
         self.stages: Sequence[Sequence[str]] = ()
-        self._report = report
+        self._report = report or (lambda _: None)
         self._before: directory.Stamp = None
         self._new: Path | None = None
 
@@ -309,7 +302,7 @@ class CheckpointWriter(FileSystemWriter):
         """
         folder_name, name = plan.storage_data
         folder = self.target.with_name(folder_name)
-        written: list[tuple[WriteItem, Item]] = []
+        results: list[WriteResult] = []
         if plan.items:
             if not folder.is_dir():
                 msg = (
@@ -319,24 +312,11 @@ class CheckpointWriter(FileSystemWriter):
                 raise CheckpointError(msg)
             with FileStream(folder / name, self._report) as stream:
                 # Bytes first, as DCP does: whoever looks for them reads the file's begin only.
-                for wanted in (True, False):
-                    written += [
-                        (item, _write_item(stream, planner.resolve_data(item)))
-                        for item in plan.items
-                        if (item.type is WriteItemType.BYTE_IO) is wanted
-                    ]
-                nbytes = stream.nbytes
+                for item in sorted(plan.items, key=lambda item: item.type is not _BYTES):
+                    stored = _write_item(stream, planner.resolve_data(item))
+                    results.append(WriteResult(item.index, stored.nbytes, (name, stored)))
         future: Future[list[WriteResult]] = Future()
-        future.set_result(
-            [
-                WriteResult(
-                    index=item.index,
-                    size_in_bytes=stored.nbytes,
-                    storage_data=_Written(name, stored, nbytes),
-                )
-                for item, stored in written
-            ]
-        )
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -359,7 +339,10 @@ class CheckpointWriter(FileSystemWriter):
         super().finish(metadata, [[_as_dcp(result) for result in rank] for rank in results])
         content = (folder / METADATA_FILE).read_bytes()
         header = Header(
-            directory.next_sequence(folder.parent), self._step, len(results), _own_version()
+            directory.next_sequence(folder.parent),
+            self._step,
+            len(results),
+            sys.modules["shardkit"].__version__,
         )
         manifest = Manifest(
             header,
@@ -400,27 +383,17 @@ def _write_item(stream: FileStream, content: torch.Tensor | io.BytesIO) -> Item:
 
 
 def _files_of(results: list[list[WriteResult]]) -> dict[str, StoredFile]:
-    items: dict[str, list[_Written]] = {}
-    for rank in results:
-        for result in rank:
-            items.setdefault(result.storage_data.file, []).append(result.storage_data)
-    return {
-        name: StoredFile(
-            written[0].file_nbytes,
-            tuple(sorted((w.item for w in written), key=lambda item: item.offset)),
-        )
-        for name, written in sorted(items.items())
+    items: dict[str, list[Item]] = {}
+    for result in itertools.chain(*results):
+        file, item = result.storage_data
+        items.setdefault(file, []).append(item)
+    return {  # Items come in the order of their bytes, which lie end to end.
+        file: StoredFile(of_file[-1].offset + of_file[-1].nbytes, tuple(of_file))
+        for file, of_file in sorted(items.items())
     }
 
 
 def _as_dcp(result: WriteResult) -> WriteResult:
-    stored: _Written = result.storage_data
-    info = torch_checkpoints.dcp_storage_info()(stored.file, stored.item.offset, stored.item.nbytes)
+    file, item = result.storage_data
+    info = torch_checkpoints.dcp_storage_info()(file, item.offset, item.nbytes)
     return replace(result, storage_data=info)
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("shardkit")
-    except importlib.metadata.PackageNotFoundError:
-        return "source tree"

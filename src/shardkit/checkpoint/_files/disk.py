@@ -78,17 +78,11 @@ class TensorInfo:
 
 
 class Source:
-    """Whole tensors by name, of which ranges can be read; subclasses have `read_into`.
+    """Whole tensors by name, of which ranges can be read; subclasses have `read_into`."""
 
-    Attributes:
-        infos: Shape and dtype of every tensor.
-        tied: Names of tensors that are the memory of an earlier one, with that one's name.
-        others: Names of entries that are no tensors; most sources have their values too.
-    """
-
-    infos: dict[str, TensorInfo]
-    tied: dict[str, str]
-    others: Collection[str]
+    infos: dict[str, TensorInfo]  # Shape and dtype of every tensor.
+    tied: dict[str, str]  # Names of tensors that are the memory of an earlier one, with its name.
+    others: Collection[str]  # Entries that are no tensors; most sources have their values too.
     _room: Tensor | None = None
 
     @functools.cached_property
@@ -136,6 +130,11 @@ class Source:
             part = out[first : first + room.numel()]
             self.read_into(name, start + first, room[: part.numel()])
             copy_from_scratch(part, room[: part.numel()])
+
+
+def join_keys(path: Keys) -> str:
+    """Return the name of an entry that keys lead to, as torch.distributed.checkpoint makes it."""
+    return ".".join(map(str, path))
 
 
 def nested(values: Mapping[Keys, Any]) -> Any:
@@ -216,7 +215,8 @@ class TensorWriter:
 
     def finish(self) -> None:
         """Write checksums, flush the file to the disk and close it."""
-        for extent in self._extents.values():
+        for name, extent in self._extents.items():
+            assert extent.written == extent.nbytes, name
             for place in extent.crc_places:
                 os.pwrite(self._fd, struct.pack("<I", extent.crc), place)
         os.fsync(self._fd)

@@ -333,8 +333,8 @@ class FullWriter:
         self._tied = dict(tied or {})
         self._infos = {name: info for name, info in infos.items() if name not in self._tied}
         self._format = format
+        self._arrange = arrange
         self._writers: dict[str, TensorWriter] = {}
-        self._missing = {name: info.numel for name, info in self._infos.items()}
         self._index: dict[str, Any] | None = None
         if format not in _STEMS:
             msg = f"format must be 'torch' or 'safetensors', got {format!r}."
@@ -342,20 +342,16 @@ class FullWriter:
         if self.path.suffix in _FOREIGN_SUFFIXES[format]:
             msg = f"{self.path} has a suffix that does not fit format={format!r}. Change either."
             raise CheckpointError(msg)
-        is_directory = max_shard_size is not None or (
+        self._is_directory = max_shard_size is not None or (
             format == "safetensors" and self.path.suffix != _SUFFIX
         )
-        if is_directory:
-            plan = self._plan_directory(max_shard_size)
-        else:
-            if self.path.is_dir():
-                msg = f"{self.path} is a directory. Give the name of a file."
-                raise CheckpointError(msg)
-            plan = {self.path: list(self._infos)}
-        self._asides = {file: new_aside(file, INCOMPLETE) for file in plan}
-        self._plan = plan
-        self._is_directory = is_directory
-        self._arrange = arrange
+        if not self._is_directory and self.path.is_dir():
+            msg = f"{self.path} is a directory. Give the name of a file."
+            raise CheckpointError(msg)
+        self._plan = {self.path: list(self._infos)}
+        if self._is_directory:
+            self._plan = self._plan_directory(max_shard_size)
+        self._asides = {file: new_aside(file, INCOMPLETE) for file in self._plan}
 
     def __enter__(self) -> Self:
         try:
@@ -374,7 +370,6 @@ class FullWriter:
 
     def append(self, name: str, flat: Tensor) -> None:
         """Write the next elements of a tensor: 1-D, of its dtype, on any device."""
-        self._missing[name] -= flat.numel()
         self._writers[name].append(name, flat.detach().cpu().contiguous())
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -434,8 +429,6 @@ class FullWriter:
         return torch_writer(path, infos, arrange)
 
     def _commit(self) -> None:
-        unwritten = [name for name, numel in self._missing.items() if numel != 0]
-        assert not unwritten, unwritten
         for writer in dict.fromkeys(self._writers.values()):
             writer.finish()
         self._writers.clear()

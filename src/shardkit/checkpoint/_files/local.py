@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
@@ -273,15 +274,19 @@ def _check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int
 # ``flatten_parameters=True`` that is a flat one, in which several lie end to end. Tried on files
 # of torch_xla 2.9.0; source: its ``distributed/fsdp/state_dict_utils.py``.
 
-_SHARD = "_fsdp_shard"
+_SHARD = re.compile(r"(?:(.+?)\.)?(_fsdp_shard.*)")  # The module and the name of a shard.
 _FLAT = "_fsdp_wrapped_module.flat_param_"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 
 
 def is_of_xla_fsdp(file: Path) -> bool:
     """Return whether a per-rank file is one of torch_xla's FSDP."""
-    metadata = TorchFile(file, MODEL).beside.get(METADATA)
-    return isinstance(metadata, dict) and "shard_info" in metadata
+    return _xla_metadata(TorchFile(file, MODEL)) is not None
+
+
+def _xla_metadata(file: TorchFile) -> dict[str, Any] | None:
+    metadata = file.beside.get(METADATA)
+    return metadata if isinstance(metadata, dict) and "shard_info" in metadata else None
 
 
 class XlaFsdpFiles(RankFiles):
@@ -303,17 +308,19 @@ class XlaFsdpFiles(RankFiles):
             _plain(name): info["_orig_dtype"] for name, info in first.get("buffer_info", {}).items()
         }
         for name, info in opened[0].infos.items():
-            prefix, found, suffix = _split(name)
-            if not found:
+            found = _SHARD.fullmatch(name)
+            if found is None:
                 dtype = dtypes.get(_plain(name), info.dtype)
                 self._add(name, TensorInfo(info.shape, dtype), opened[:1], name)
                 continue
             try:
-                shard = first["shard_info"][prefix][suffix]
+                prefix = found[1] or ""
+                shard = first["shard_info"][prefix][found[2]]
             except KeyError:
                 msg = f"{opened[0].path} has a shard {name!r} that its metadata does not describe."
                 raise CheckpointError(msg) from None
-            self._add_shards(_join(prefix, shard["_orig_name"]), name, shard, opened)
+            whole = f"{prefix}.{shard['_orig_name']}".removeprefix(".")
+            self._add_shards(whole, name, shard, opened)
 
     def _add_shards(
         self, whole: str, saved: str, shard: dict[str, Any], opened: list[TorchFile]
@@ -342,7 +349,7 @@ class XlaFsdpFiles(RankFiles):
         module, start = whole.rpartition(".")[0], 0
         for name, shape, size in zip(names, shapes, numels, strict=True):
             info = TensorInfo(tuple(shape), dtype)
-            self._add(_join(module, name), info, opened, saved, start)
+            self._add(f"{module}.{name}".removeprefix("."), info, opened, saved, start)
             start += size
 
     def _add(
@@ -367,8 +374,8 @@ def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
     """Return the files by rank, if there is one of each."""
     described = []
     for file in opened:
-        metadata = file.beside.get(METADATA)
-        if not isinstance(metadata, dict) or "shard_info" not in metadata:
+        metadata = _xla_metadata(file)
+        if metadata is None:
             msg = (
                 f"{file.path} is not of torch_xla's FSDP, as {opened[0].path} is: it has no "
                 f"{METADATA!r} of get_shard_metadata(). Keep the files of one save together."
@@ -386,19 +393,6 @@ def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
     ranks = [metadata["rank"] for metadata in described]
     _check_complete([file.path for file in opened], ranks, world_size)
     return [file for _, file in sorted(zip(ranks, opened, strict=True), key=itemgetter(0))]
-
-
-def _split(name: str) -> tuple[str, bool, str]:
-    """Return the module of a shard, whether it is one, and its own name."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.startswith(_SHARD):
-            return ".".join(parts[:index]), True, ".".join(parts[index:])
-    return "", False, name
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _plain(name: str) -> str:

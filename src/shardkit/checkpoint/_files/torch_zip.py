@@ -26,6 +26,7 @@ from torch import Tensor
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
+from shardkit._tree import iter_tensors
 from shardkit.checkpoint._files.disk import (
     Extent,
     Source,
@@ -37,7 +38,7 @@ from shardkit.checkpoint._files.disk import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _NESTED_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Where training scripts put the model's state dict."""
@@ -250,7 +251,7 @@ def torch_writer(
     with torch.serialization.skip_data():
         torch.save(tree, path)
     # As pickle does: each storage when it is met for the first time.
-    storages = dict.fromkeys(_storage_address(tensor) for tensor in _leaves(tree))
+    storages = dict.fromkeys(_storage_address(tensor) for tensor in iter_tensors(tree, depth=0))
     position = {address: i for i, address in enumerate(storages)}
     entries = _storage_entries(path)
     assert len(entries) == len(position)
@@ -263,18 +264,6 @@ def _storage_address(tensor: Tensor) -> int:
     """Return what tells a storage from others, also if it is empty."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or -id(tensor)
-
-
-def _leaves(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of dicts and lists in the order in which pickle meets them."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _leaves(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _leaves(value)
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # ..., lengths of name and extra field

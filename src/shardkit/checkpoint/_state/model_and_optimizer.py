@@ -94,19 +94,20 @@ def optimizer_template(
     model: nn.Module,
     optimizers: Optimizers,
     saved: Mapping[str, Mapping[str, TensorInfo | None]],
+    rooms: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Return room for a saved optimizer state, made without stepping the optimizers.
 
-    Entries are tensors to load into: sharded like the parameter if they have its shape, end to end
-    with those of the parameter's bucket; else plain ones on the host; None for what is no tensor.
+    Entries are tensors to load into: those of `rooms`, where there are any; else sharded like the
+    parameter if they have its shape, end to end with those of the parameter's bucket; else plain
+    ones on the host; None for what is no tensor.
     """
-    state = {
-        name: {
-            key: None if info is None else room_for(param, key, info, saved)
-            for key, info in saved[name].items()
-        }
-        for name, param in saved_parameters(model, optimizers, saved)
-    }
+    state: dict[str, dict[str, Any]] = {}
+    for name, param in saved_parameters(model, optimizers, saved):
+        state[name] = entries = dict(rooms[name]) if rooms is not None else {}
+        for key, info in saved[name].items():
+            if key not in entries:
+                entries[key] = None if info is None else room_for(param, key, info, saved)
     return {"state": state, "param_groups": named_state(model, optimizers)["param_groups"]}
 
 
@@ -236,22 +237,22 @@ def _equal(one: Any, other: Any) -> bool:
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without nesting: an entry for each parameter and option, as torch's has."""
     flat: dict[str, Any] = {}
+
+    def put(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                put(f"{path}.{key}", entry)
+        else:
+            flat[path] = value
+
     for name, entries in state["state"].items():
-        _flatten_into(flat, f"state.{name}", entries)
+        put(f"state.{name}", entries)
     for group in state["param_groups"]:
         for name in group["params"]:
             for key, value in group.items():
                 if key != "params":
                     flat[f"param_groups.{name}.{key}"] = value
     return flat
-
-
-def _flatten_into(flat: dict[str, Any], path: str, entries: Mapping[Any, Any]) -> None:
-    for key, value in entries.items():
-        if isinstance(value, dict):
-            _flatten_into(flat, f"{path}.{key}", value)
-        else:
-            flat[f"{path}.{key}"] = value
 
 
 def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any]) -> dict[str, Any]:
