@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from shardkit._compat.torch_checkpoints import ASK_THE_CLASS, AfterImport
+from shardkit._compat.torch_checkpoints import ASK_THE_CLASS, when_imported
 from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
@@ -79,11 +79,7 @@ class Installed:
 
     def after_import(self, name: str, then: Callable[[Any], None]) -> None:
         """Call a function with a module: now if it is imported, else right after that."""
-        if name in sys.modules:
-            then(sys.modules[name])
-            return
-        finder = AfterImport(name, then)
-        sys.meta_path.insert(0, finder)
+        finder = when_imported(name, then)
         self.at_undo(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
 
     def undo(self) -> None:

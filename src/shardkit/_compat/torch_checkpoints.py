@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module right after it was imported, once.
-
-    Put it first into ``sys.meta_path``.
-    """
+    """Calls a function with a module right after it was imported, once; see `when_imported`."""
 
     def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
         self._name = name
@@ -64,6 +61,16 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
             loader.exec_module = exec_module
         return spec
+
+
+def when_imported(name: str, then: Callable[[types.ModuleType], None]) -> AfterImport:
+    """Call a function with a module: now if it is imported, else right after that."""
+    finder = AfterImport(name, then)
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, finder)
+    return finder
 
 
 def dcp_storage_info() -> Any:
@@ -124,14 +131,7 @@ def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
                 setattr(module, name, _wrapped(original, wrapper))
 
     for name in (_HELPERS_MODULE, _STATE_DICT_MODULE):
-        _when_imported(name, wrap)
-
-
-def _when_imported(name: str, then: Callable[[types.ModuleType], None]) -> None:
-    if name in sys.modules:
-        then(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, AfterImport(name, then))
+        when_imported(name, wrap)
 
 
 ASK_THE_CLASS = (
@@ -171,7 +171,7 @@ def write_boxes_apart() -> None:
         if writer is not None and not hasattr(writer.write_data, "wraps_torch"):
             writer.write_data = _wrapped(writer.write_data, _write_in_rounds)
 
-    _when_imported(_WRITER_MODULE, wrap)
+    when_imported(_WRITER_MODULE, wrap)
 
 
 def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any:

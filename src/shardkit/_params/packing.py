@@ -166,9 +166,7 @@ def _flatten_4bit(tensor: Any) -> tuple[dict[str, Tensor], Any]:
 
 def _unflatten_4bit(parts: dict[str, Tensor], context: Any) -> Any:
     cls, own, state = context
-    state = copy.copy(state)
-    if getattr(state, "state2", None) is not None:
-        state.state2 = copy.copy(state.state2)
+    state = _without_tensors(state)  # A copy.
     for name, part in parts.items():
         *path, attribute = name.split(".")
         if name != "data":

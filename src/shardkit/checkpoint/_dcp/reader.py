@@ -125,10 +125,10 @@ class CheckpointReader(FileSystemReader):
         }
         for index, where in self.storage_data.items():
             item, chunk = items.get((where.relative_path, where.offset)), self._chunks.get(index)
-            fits = item is not None and item.nbytes == where.length
-            if fits and chunk is not None and item.data_offset is not None:
-                fits = item.data_offset + chunk.nbytes <= item.nbytes
-            if not fits:
+            end = 0  # Of a tensor's elements in the item.
+            if item is not None and chunk is not None and item.data_offset is not None:
+                end = item.data_offset + chunk.nbytes
+            if item is None or item.nbytes != where.length or end > item.nbytes:
                 msg = (
                     f"{self.path}: {METADATA_FILE} and {MANIFEST_FILE} differ about "
                     f"{index.fqn!r}. {DAMAGED}"

@@ -12,7 +12,7 @@ optimizer's state begins anew.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -104,7 +104,8 @@ def optimizer_template(
     """
     state: dict[str, dict[str, Any]] = {}
     for name, param in saved_parameters(model, optimizers, saved):
-        state[name] = entries = dict(rooms[name]) if rooms is not None else {}
+        entries: dict[str, Any] = {**rooms[name]} if rooms is not None else {}
+        state[name] = entries
         for key, info in saved[name].items():
             if key not in entries:
                 entries[key] = None if info is None else room_for(param, key, info, saved)
@@ -166,18 +167,16 @@ def numbered_states(
         in_groups = names_in_groups(names, optimizer)
         if strict:
             _check_names(in_groups, state)
-        number = iter(range(sum(map(len, in_groups))))
         numbered: dict[int, Any] = {}
-        groups = []
-        for index, (group, members) in enumerate(
-            zip(optimizer.param_groups, in_groups, strict=True)
-        ):
-            numbers = [next(number) for _ in members]
-            for i, aliases in zip(numbers, members, strict=True):
-                entry = next((state["state"][a] for a in aliases if a in state["state"]), None)
-                if entry:
-                    numbered[i] = entry
-            groups.append({**_options(index, group, members, state), "params": numbers})
+        for number, aliases in enumerate(chain(*in_groups)):
+            entry = next((state["state"][a] for a in aliases if a in state["state"]), None)
+            if entry:
+                numbered[number] = entry
+        numbers, pairs = count(), zip(optimizer.param_groups, in_groups, strict=True)
+        groups = [
+            {**_options(index, group, members, state), "params": [next(numbers) for _ in members]}
+            for index, (group, members) in enumerate(pairs)
+        ]
         yield optimizer, {"state": numbered, "param_groups": groups}
 
 
