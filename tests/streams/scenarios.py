@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import typing
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,13 @@ from trainings import (
 from users_collectives import Gathers, Scatters
 
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardkit._compat import torch_fsdp2
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
+_LARGEST_NBYTES = 256
+"""Between the sizes of the root's group, 40 bytes, and of a block's."""
 
 # --- the scenarios --------------------------------------------------------------------------------
 
@@ -243,6 +247,21 @@ def custom_collectives(run: Run) -> Training:
     return train(training)
 
 
+def symmetric_memory(run: Run) -> Training:
+    """Small groups communicate out of symmetric memory: here the root's, and not the blocks'."""
+    training = Training(run)
+    comms = Gathers(), Scatters()
+    with mock.patch.object(torch_fsdp2, "symmetric_comms", lambda *_: comms):
+        for module in (training.model, *training.model.blocks):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_symm_mem_for_comm(max_bytes=_LARGEST_NBYTES)
+    train(training)
+    for comm in comms:
+        if not comm.nbytes or max(comm.nbytes) > _LARGEST_NBYTES:
+            training.complaints.append(f"{type(comm).__name__} got {sorted(set(comm.nbytes))} B")
+    return training
+
+
 def hook_on_a_stream(run: Run) -> Training:
     """A user's hook doubles gradients on a stream of the user's, a factor halves them."""
     training = Training(run)
@@ -391,6 +410,7 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         offload_interrupted,
         partial_offload,
         custom_collectives,
+        symmetric_memory,
         hook_on_a_stream,
         separate_reductions,
         optimizer_event,

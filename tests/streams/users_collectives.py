@@ -10,11 +10,20 @@ from torch import Tensor
 
 
 class CopyingComm:
-    """A user's collectives, in buffers of their own."""
+    """A user's collectives, in buffers of their own.
+
+    Attributes:
+        nbytes: Size of each buffer, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes: list[int] = []
 
     def allocate(self, size: typing.Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        made = torch.empty(*size, dtype=dtype, device=device)
+        self.nbytes.append(made.nbytes)
+        return made
 
 
 class Gathers(CopyingComm):

@@ -2,7 +2,7 @@
 
 | branch | until which torch |
 | --- | --- |
-| ``symmetric_all_gather``: there is none | 2.10 |
+| ``symmetric_comms``: there are none | 2.10 |
 | ``mesh_info_of``: there are no answers of this kind | 2.12 |
 """
 
@@ -61,17 +61,24 @@ def mesh_info_of(answer: Any) -> MeshInfo | None:
     )
 
 
-def symmetric_all_gather(group: Any, backend: str) -> Any:
-    """Return FSDP2's all-gather out of symmetric memory; None: torch has none (before 2.11).
+def symmetric_comms(axis: Any, device_type: str, backend: str) -> tuple[Any, Any] | None:
+    """Return FSDP2's all-gather and reduce-scatter (from 2.13 on) out of symmetric memory.
 
-    Collective over the group. Not tried on a card.
+    None: torch has none for these devices. Collective over `axis`, whose ``group`` torch made. Not
+    tried on a card.
     """
+    if device_type != "cuda":
+        return None
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: TID251
     except ImportError:
         return None
-    made = getattr(_fsdp_collectives, "SymmMemAllGather", None)
-    return None if made is None else made(group, backend)
+    names = ("SymmMemAllGather", "SymmMemReduceScatter")
+    gather, scatter = (getattr(_fsdp_collectives, name, None) for name in names)
+    if gather is None:
+        return None
+    group = axis.group
+    return gather(group, backend), None if scatter is None else scatter(group, backend)
 
 
 def _contract() -> Any:
