@@ -14,7 +14,7 @@ A comment in front of a block says how it is run, where that is not the default:
 | `needs=accelerate`, `needs=lightning` | It is run by `nox -s frameworks`, as by a launcher. |
 | `needs=xla` | It is run by `nox -s xla`, in a process of its own with `devices=` devices (4). |
 | `replicas` | The same, as replicas of `torch_xla.launch`. |
-| `file=script.py` | It is a script: torchrun starts it on two ranks. |
+| `file=script.py` | It is a script, started as a launcher starts it, on two ranks or `ranks=1`. |
 | `cuda` | It is compiled and its names are resolved, no more: no card is there. |
 | `run` | The commands are carried out, after the block before, in the same folder. |
 | `reason="..."` | It is neither run nor checked, and this is why. |

@@ -19,6 +19,7 @@ import typer.testing
 from code_blocks import BUILD_ON_EACH_OTHER, ROOT, Block, run_blocks
 from processes import run_python
 
+from launching import start_ranks
 from shardkit._cli import app
 
 Spawn = typing.Callable[..., list[typing.Any]]
@@ -150,7 +151,11 @@ def run_commands(block: Block, folder: pathlib.Path) -> None:
         os.chdir(before)
 
 
-@pytest.mark.parametrize("unit", params("script"))
+def is_of_readme(unit: list[Block]) -> bool:
+    return unit[0].page == "README.md"
+
+
+@pytest.mark.parametrize("unit", [each for each in params("script") if is_of_readme(*each.values)])
 def test_by_torchrun(unit: list[Block], tmp_path: pathlib.Path) -> None:
     script = tmp_path / unit[0].options["file"]
     script.write_text(unit[0].source)
@@ -168,6 +173,20 @@ def test_by_torchrun(unit: list[Block], tmp_path: pathlib.Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "rank 0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "unit", [each for each in params("script") if not is_of_readme(*each.values)]
+)
+def test_as_ranks_of_a_launcher(
+    unit: list[Block], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / unit[0].options["file"]
+    script.write_text(unit[0].source)
+    ended = start_ranks([str(script)], int(unit[0].options.get("ranks", 2)), limit_s=120)
+    assert [each.code for each in ended] == [0] * len(ended), ended[0].output[-4000:]
+    assert "rank 0" in ended[0].output
 
 
 @pytest.mark.xla
