@@ -28,89 +28,12 @@ from shardkit._tensor.ops import total_norm
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import MixedPrecisionPolicy
-
-
-# --- copies and pickles ---------------------------------------------------------------------------
-
-Written = tuple[dict[str, Any], "ParamGroup | None", "MixedPrecisionPolicy", dict[str, Any]]
-"""What is pickled of a module: its attributes, its group, its policy, its `RootSettings`."""
-
-
-def deep_copy(state: ModuleState, original: type[nn.Module], memo: dict[int, Any]) -> Any:
-    """Return an independent copy of a module, of the class it had before it was sharded.
-
-    With a module of a list come the others.
-    """
-    result: Any = new_module(original)
-    memo[id(state.module)] = result
-    for name, value in state.without_own_hooks(state.module.__dict__).items():
-        result.__dict__[name] = copy.deepcopy(value, memo)
-    copied = ModuleState(result, None, state.policy)
-    copied.settings = dataclasses.replace(state.settings)
-    copied.install()
-    if state.group is not None:
-        _copy_group(state.group, copied, memo)
-    return result
-
-
-def _copy_group(group: ParamGroup, copied: ModuleState, memo: dict[int, Any]) -> None:
-    """Copy a group for the copy of one of its modules; with it come the other modules of a list."""
-    key: Any = ("copies of a group", id(group))
-    is_first = key not in memo
-    states: list[ModuleState] = memo.setdefault(key, [])
-    states.append(copied)
-    if is_first:
-        for module in group.modules:
-            copy.deepcopy(module, memo)
-        result = group.copy_for(memo)
-        for state in states:
-            state.group = result
-
-
-def new_module(original: type[nn.Module]) -> nn.Module:
-    """Return a module without attributes."""
-    return nn.Module.__new__(original)
-
-
-def write(state: ModuleState) -> Written:
-    """Return what is pickled of a module."""
-    module: Any = state.module
-    attributes = state.without_own_hooks(dict(module.__getstate__()))
-    return attributes, state.group, state.policy, dataclasses.asdict(state.settings)
-
-
-def restore(module: Any, written: Written) -> None:
-    """Give a new module what was written of another."""
-    attributes, group, policy, settings = written
-    module.__setstate__(attributes)
-    # Hooks keep the numbers they had in another process; new ones must not take their places.
-    numbers = [
-        number
-        for child in module.modules()
-        for name, hooks in child.__dict__.items()
-        if name.endswith("hooks") and isinstance(hooks, dict)
-        for number in hooks
-    ]
-    RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
-    state = ModuleState(module, group, policy)
-    state.settings = RootSettings(**settings)
-    state.install()
-    watch_optimizers()
-    if group is not None:
-        group.note_restored()
-
-
-# --- FSDPModule -----------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import AllGather, AllReduce, ReduceScatter
+    from shardkit._settings import AllGather, AllReduce, MixedPrecisionPolicy, ReduceScatter
 
     class _Base(nn.Module):
         """What a type checker sees below `FSDPModule`: the class that is sharded comes after it."""
@@ -202,7 +125,14 @@ class FSDPModule(_Base):
         refuse_summoned(groups_in(self, recurse=False), "copy.deepcopy() was called")
         if state.runtime is not None and state.group is not None:
             state.runtime.reshard(state.group)
-        result = deep_copy(state, own_class(self), memo)
+        result = memo[id(self)] = new_module(own_class(self))
+        for name, value in state.without_own_hooks(self.__dict__).items():
+            result.__dict__[name] = copy.deepcopy(value, memo)
+        copied = ModuleState(result, None, state.policy)
+        copied.settings = dataclasses.replace(state.settings)
+        copied.install()
+        if state.group is not None:
+            _copy_group(state.group, copied, memo)
         swap_class(result)
         return result
 
@@ -222,7 +152,9 @@ class FSDPModule(_Base):
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "pickling was tried")
         self.reshard()
-        written = write(state)
+        module: Any = self
+        attributes = state.without_own_hooks(dict(module.__getstate__()))
+        written = attributes, state.group, state.policy, dataclasses.asdict(state.settings)
         return new_module, (own_class(self),), written, None, None, _restore
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +188,8 @@ class FSDPModule(_Base):
         named = own_class(self).named_parameters(module, *args, **kwargs)
         if runtime is None or runtime.pass_root is not None or runtime.backward.is_running:
             return named
-        return _settled_parameters(named)
+        # Nearly always they are sharded: `settled` is not asked then.
+        return ((n, p if type(p) is ShardedTensor else settled(p)) for n, p in named)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.
@@ -898,19 +831,48 @@ class FSDPModule(_Base):
 torch_fsdp2.note_fully_sharded(FSDPModule)
 
 
-def _settled_parameters(
-    named: Iterator[tuple[str, Any]],
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the user's parameters, also where a forward has left unsharded ones."""
-    for name, param in named:
-        is_sharded = type(param) is ShardedTensor  # As nearly always.
-        yield name, param if is_sharded else settled(param)
+def new_module(original: type[nn.Module]) -> nn.Module:
+    """Return a module without attributes; pickles name this function."""
+    return nn.Module.__new__(original)
 
 
-def _restore(module: Any, written: Written) -> None:
+def _restore(
+    module: Any,
+    written: tuple[dict[str, Any], ParamGroup | None, MixedPrecisionPolicy, dict[str, Any]],
+) -> None:
     """Turn an unpickled module into what it was; pickles name this function."""
-    restore(module, written)
+    attributes, group, policy, settings = written
+    module.__setstate__(attributes)
+    # Hooks keep the numbers they had in another process; new ones must not take their places.
+    numbers = [
+        number
+        for child in module.modules()
+        for name, hooks in child.__dict__.items()
+        if name.endswith("hooks") and isinstance(hooks, dict)
+        for number in hooks
+    ]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
+    state = ModuleState(module, group, policy)
+    state.settings = RootSettings(**settings)
+    state.install()
+    watch_optimizers()
+    if group is not None:
+        group.note_restored()
     swap_class(module)
+
+
+def _copy_group(group: ParamGroup, copied: ModuleState, memo: dict[int, Any]) -> None:
+    """Copy a group for the copy of one of its modules; with it come the other modules of a list."""
+    key: Any = ("copies of a group", id(group))
+    is_first = key not in memo
+    states: list[ModuleState] = memo.setdefault(key, [])
+    states.append(copied)
+    if is_first:
+        for module in group.modules:
+            copy.deepcopy(module, memo)
+        result = group.copy_for(memo)
+        for state in states:
+            state.group = result
 
 
 def _update_options(self: Any) -> None:

@@ -33,33 +33,29 @@ if TYPE_CHECKING:
 class WholeBucket:
     """Copies of a bucket's whole parameters, which the modules hold until `hide`. Collective.
 
-    Args:
-        bucket: Bucket that has them.
-        keep: Whether this rank wants them; a rank that does not takes part in the gathers only.
-        to_cpu: Whether to put them into the memory of the host.
-        with_grads: Whether to gather their gradients as well.
+    A rank that does not keep them takes part in the gathers only.
 
     Cost: one all-gather of the bucket in storage dtype, with gradients two, and what tensor
     parallelism takes; memory for the bucket. Where operators are traced, one all-gather of each
     parameter, in the graph.
     """
 
-    def __init__(self, bucket: Bucket, *, keep: bool, to_cpu: bool, with_grads: bool) -> None:
+    def __init__(self, bucket: Bucket, options: _Options, *, keep: bool) -> None:
         self._bucket = bucket
-        self._version = -1
-        self.params: list[nn.Parameter] = []
-        wholes = self._gather(bucket.sharded, keep=keep, to_cpu=to_cpu)
-        for index, whole in wholes.items():
-            self.params.append(self._new_param(index, whole))
-        if with_grads:
+        self._options = options
+        self._version = bucket.store.shard_version
+        self.params = [
+            self._new_param(index, whole)
+            for index, whole in self._gather(bucket.sharded, keep=keep).items()
+        ]
+        if options.with_grads:
             grads = [param.grad for param in bucket.sharded]
-            for index, grad in self._gather(grads, keep=keep, to_cpu=to_cpu).items():
+            for index, grad in self._gather(grads, keep=keep).items():
                 self.params[index].grad = grad
+        bucket.sites.show_others(self.params or None)
 
     @torch.no_grad()
-    def _gather(
-        self, tensors: Sequence[Tensor | None], *, keep: bool, to_cpu: bool
-    ) -> dict[int, Tensor]:
+    def _gather(self, tensors: Sequence[Tensor | None], *, keep: bool) -> dict[int, Tensor]:
         """Gather parameters or gradients; return those that there are, by the number."""
         store = self._bucket.store
         given = {i: each for i, each in enumerate(tensors) if isinstance(each, ShardedTensor)}
@@ -73,7 +69,7 @@ class WholeBucket:
             wholes = {i: each.spec.gather(each.local_piece).clone() for i, each in given.items()}
         if not keep:
             return {}
-        return {i: wholes[i].cpu() if to_cpu else wholes[i] for i in given}
+        return {i: wholes[i].cpu() if self._options.offload_to_cpu else wholes[i] for i in given}
 
     def _new_param(self, index: int, whole: Tensor) -> nn.Parameter:
         sharded, store = self._bucket.sharded[index], self._bucket.store
@@ -82,37 +78,25 @@ class WholeBucket:
             param = store.as_parameter(index, whole, requires_grad=grad)
         else:
             param = nn.Parameter(whole, requires_grad=grad)
-        own = param.__dict__
-        own.update({k: v for k, v in user_attributes(sharded).items() if k not in own})
+        param.__dict__.update({**user_attributes(sharded), **param.__dict__})
         return param
 
-    def show(self) -> None:
-        """Let the modules hold the whole parameters."""
-        self._version = self._bucket.store.shard_version
-        self._bucket.sites.show_others(self.params or None)
-
-    def hide(self, *, write_back: bool, with_grads: bool) -> None:
+    def hide(self) -> None:
         """Let the modules hold the sharded parameters again; no communication.
-
-        Args:
-            write_back: Whether to copy this rank's pieces of what the modules held: values,
-                `requires_grad` and, with `with_grads`, gradients.
-            with_grads: Whether `write_back` copies gradients, too.
 
         Raises:
             StateError: Something else was put in the place of a parameter, or its shard was written
                 meanwhile. The sharded parameters are shown and unchanged then.
         """
-        sites = self._bucket.sites
         held: list[nn.Parameter] = []
         try:
-            if write_back:
+            if self._options.writeback:
                 held = [self._found(index) for index in range(len(self.params))]
                 self._check_not_written()
         finally:
-            sites.show_others(None)
+            self._bucket.sites.show_others(None)
         for index, param in enumerate(held):
-            self._write(index, param, with_grads=with_grads)
+            self._write(index, param)
 
     def _found(self, index: int) -> nn.Parameter:
         """Return what modules hold of a parameter: the whole one, or another of its shape."""
@@ -149,35 +133,25 @@ class WholeBucket:
             raise StateError(msg)
 
     @torch.no_grad()
-    def _write(self, index: int, whole: nn.Parameter, *, with_grads: bool) -> None:
-        param = self._bucket.sharded[index]
-        self._write_values(index, whole)
-        if param.requires_grad != whole.requires_grad:
-            param.requires_grad_(whole.requires_grad)
-        if with_grads:
-            self._write_grad(param, whole.grad)
-
-    def _write_values(self, index: int, whole: Tensor) -> None:
-        param = self._bucket.sharded[index]
-        assert isinstance(param, ShardedTensor)
+    def _write(self, index: int, whole: nn.Parameter) -> None:
+        """Copy this rank's piece of values, `requires_grad` and, if wanted, the gradient."""
+        param: Any = self._bucket.sharded[index]
+        is_traced = param.spec.is_traced  # Elsewhere only this rank's piece of a value is moved.
         if param.spec.packing is None:
-            param.detach().copy_(_on_traced_device(param, whole))
+            param.detach().copy_(whole.to(param.device) if is_traced else whole)
         else:  # Bytes; `detach` would leave attributes of its class out.
             param.local_piece.copy_(param.spec.slice_full(whole))
-
-    def _write_grad(self, param: nn.Parameter, grad: Tensor | None) -> None:
+        if param.requires_grad != whole.requires_grad:
+            param.requires_grad_(whole.requires_grad)
+        if not self._options.with_grads:
+            return
+        grad = None if whole.grad is None else whole.grad.detach()
         if grad is None:
             param.grad = None
-            return
-        if param.grad is None:
-            param.grad = torch.zeros_like(param.detach(), dtype=grad.dtype)
-        param.grad.copy_(_on_traced_device(param, grad.detach()))
-
-
-def _on_traced_device(param: nn.Parameter, value: Tensor) -> Tensor:
-    """Return a value where the graph has it; elsewhere only this rank's piece of it is moved."""
-    is_traced = isinstance(param, ShardedTensor) and param.spec.is_traced
-    return value.to(param.device) if is_traced else value
+        else:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param.detach(), dtype=grad.dtype)
+            param.grad.copy_(grad.to(param.device) if is_traced else grad)
 
 
 # --- summon_full_params and apply_full ------------------------------------------------------------
@@ -195,24 +169,14 @@ class _Options:
     with_grads: bool = False
 
     def check_inside(self, outer: _Options, name: str) -> None:
-        """Refuse what a with block around this one does not give.
-
-        Raises:
-            StateError: The outer one does not write back, or shows something else.
-        """
-        lacks = [
-            f"{option}={getattr(self, option)}"
-            for option in ("writeback", "with_grads")
-            if getattr(self, option) and not getattr(outer, option)
-        ]
-        lacks += [
-            f"{option}={getattr(self, option)}"
-            for option in ("rank0_only", "offload_to_cpu")
-            if getattr(self, option) != getattr(outer, option)
-        ]
+        """Refuse what a with block around this one does not give."""
+        wanted, same = ("writeback", "with_grads"), ("rank0_only", "offload_to_cpu")
+        lacks = [n for n in wanted if getattr(self, n) and not getattr(outer, n)]
+        lacks += [n for n in same if getattr(self, n) != getattr(outer, n)]
         if lacks:
+            shown = ", ".join(f"{option}={getattr(self, option)}" for option in lacks)
             msg = (
-                f"summon_full_params with {', '.join(lacks)} inside of one without, which shows "
+                f"summon_full_params with {shown} inside of one without, which shows "
                 f"{name!r} already and decides what becomes of it. Pass the outer one the same."
             )
             raise StateError(msg)
@@ -309,7 +273,8 @@ def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
     """
     groups = _groups_to_show(module, recurse=True)
     _check_idle(module, groups, "apply_full")
-    order = list(_post_order(module))
+    order: list[nn.Module] = []
+    module.apply(order.append)
     first, last = _ranges(order, groups)
     with contextlib.ExitStack() as stack:
         open_groups: dict[ParamGroup, contextlib.ExitStack] = {}
@@ -344,29 +309,15 @@ def _groups_to_show(module: nn.Module, *, recurse: bool) -> list[ParamGroup]:
             raise StateError(msg)
     if recurse:
         return every
-    tops = [module] if _has_group(module) else _outermost(module)
-    return list(dict.fromkeys(g for top in tops for g in groups_in(top, recurse=False)))
+    return list(dict.fromkeys(_outermost_groups(module)))
 
 
-def _outermost(module: nn.Module) -> list[nn.Module]:
-    """Return the modules with a group in a module that are in no other such one."""
-    found: list[nn.Module] = []
-    for child in module.children():
-        found += [child] if _has_group(child) else _outermost(child)
-    return found
-
-
-def _has_group(module: nn.Module) -> bool:
-    """Whether parameters are sharded in a module's name; a root may have left none for itself."""
-    state = get_state(module)
-    return state is not None and state.group is not None
-
-
-def _post_order(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules as ``nn.Module.apply`` comes to them."""
-    for child in module.children():
-        yield from _post_order(child)
-    yield module
+def _outermost_groups(module: nn.Module) -> Iterator[ParamGroup]:
+    """Yield the group of a module; if it has none, as a root may, those of modules in it."""
+    own = groups_in(module, recurse=False)
+    yield from own
+    for child in module.children() if not own else ():
+        yield from _outermost_groups(child)
 
 
 def _ranges(
@@ -432,14 +383,7 @@ def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
     keep = not options.rank0_only or group.mesh.rank == group.mesh.ranks[0]
     with contextlib.ExitStack() as stack:
         for bucket in group.buckets:
-            whole = WholeBucket(
-                bucket,
-                keep=keep,
-                to_cpu=options.offload_to_cpu,
-                with_grads=options.with_grads,
-            )
-            whole.show()
-            stack.callback(whole.hide, write_back=options.writeback, with_grads=options.with_grads)
+            stack.callback(WholeBucket(bucket, options, keep=keep).hide)
         if runtime is not None:  # Shards on the host may be written: what was issued has read them.
             stack.callback(runtime.gathers.settle_host_reads)
         group.summoned = options

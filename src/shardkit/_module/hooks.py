@@ -7,6 +7,7 @@ hold no state of their own.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardkit")
 _MIB = 2**20
-_num_installed = 0
 _NOTHING = contextlib.nullcontext()
+_num_installed = 0
 _NEAR = 12
 """Frames within which `functional_call` calls a root: it, or a model around it."""
 
@@ -62,20 +63,13 @@ def groups_in(module: Any, *, recurse: bool) -> Iterable[ParamGroup]:
 
 @dataclass(slots=True)
 class _OpenForward:
-    """A forward of a module that has begun.
+    """A forward of a module that has begun."""
 
-    Attributes:
-        record: The record of its group, if there may be a backward.
-        is_root: Whether it is the outermost one.
-        is_recompute: Whether it runs inside backward.
-        handled: The exception that the caller was handling when it began, if any.
-        frame: Frame that called the hook, if `is_root`: on the stack as long as the forward runs.
-    """
-
-    record: ForwardRecord | None
-    is_root: bool
-    is_recompute: bool
-    handled: BaseException | None
+    record: ForwardRecord | None  # The record of its group, if there may be a backward.
+    is_root: bool  # Whether it is the outermost one.
+    is_recompute: bool  # Whether it runs inside backward.
+    handled: BaseException | None  # The exception that the caller was handling when it began.
+    # Frame that called the hook, if `is_root`: on the stack as long as the forward runs.
     frame: types.FrameType | None
 
 
@@ -121,14 +115,15 @@ class ModuleState:
         if self.runtime is not None:
             self.runtime.finish_step()
 
-    def owns_hook(self, hook: Any) -> bool:
-        """Whether a forward hook, or what a pipeline calls, is one of this state's."""
-        return getattr(hook, "__self__", None) is self
-
     def without_own_hooks(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return attributes of the module without this state and what it installed."""
         dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
-        own = {key for hooks in dicts.values() for key in hooks if self.owns_hook(hooks[key])}
+        own = {  # Also what a pipeline calls.
+            key
+            for hooks in dicts.values()
+            for key, hook in hooks.items()
+            if getattr(hook, "__self__", None) is self
+        }
         return {
             name: type(value)((k, v) for k, v in value.items() if k not in own)
             if name in dicts and own.intersection(value)
@@ -144,9 +139,7 @@ class ModuleState:
         Modules of a list share a group, so those outside of it belong to the same runtime. A
         forward of one of them is a root's, too.
         """
-        roots = _with_lists(self.module)
-        states = [s for m in _modules_in(roots) if (s := get_state(m)) is not None]
-        groups = list(dict.fromkeys(s.group for s in states if s.group is not None))
+        roots, states, groups = _contents_of(self.module)
         if not groups:
             return None
         refuse_summoned(groups, "a forward, or unshard(), was called")
@@ -165,7 +158,11 @@ class ModuleState:
         note_groups(groups)
         if self.runtime is not None:
             runtime.take_over_event(self.runtime)
-            _let_go(self.runtime, groups)
+            gone = [g.modules for g in self.runtime.groups if g not in groups]
+            for module in _modules_in(itertools.chain.from_iterable(gone)):
+                left = get_state(module)
+                if left is not None and left.runtime is self.runtime:
+                    left.runtime = None  # A root of its own, if it runs again.
         for group in filter(groups.__contains__, entered):
             runtime.reductions.order.enter_forward(group.index)
         if self.runtime is None and groups[0].mesh.is_first_rank:
@@ -199,13 +196,10 @@ class ModuleState:
             if self._num_known == _num_installed:
                 return
         assert self.runtime is not None
-        roots = _with_lists(self.module)
-        states = [s for m in _modules_in(roots) if (s := get_state(m)) is not None]
-        states = [state for state in states if state.group is not None]
-        groups = list(dict.fromkeys(s.group for s in states if s.group is not None))
+        roots, states, groups = _contents_of(self.module)
         awaited = self._gone_and_awaited(groups)
         is_same = {*groups, *awaited} == {*self.runtime.groups}
-        if is_same and all(state.runtime is self.runtime for state in states):
+        if is_same and all(s.runtime is self.runtime for s in states if s.group is not None):
             self._note_groups(roots, is_settled=not awaited)
         else:
             self.make_runtime()
@@ -257,7 +251,7 @@ class ModuleState:
         elif runtime is not None and not is_recompute:
             runtime.passes.progress((args, kwargs))
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = _map_inputs(_Caster(policy.param_dtype), args, kwargs)
+            args, kwargs = _map_inputs(_cast_to(policy.param_dtype), args, kwargs)
         record = None
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
@@ -362,7 +356,7 @@ class ModuleState:
                 runtime.end_pass(needs_backward=bool(outputs), is_functional=is_functional)
                 output = runtime.passes.leave(output, runtime.schedule.in_use)
         if self.policy.output_dtype is not None:
-            output = map_tensors(_Caster(self.policy.output_dtype), output)
+            output = map_tensors(_cast_to(self.policy.output_dtype), output)
         return output
 
     @contextlib.contextmanager
@@ -438,6 +432,15 @@ def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     )
 
 
+def _contents_of(
+    module: nn.Module,
+) -> tuple[list[nn.Module], list[ModuleState], list[ParamGroup]]:
+    """Return what is in a root: `_with_lists`, the states of modules in these, their groups."""
+    roots = _with_lists(module)
+    states = [s for m in _modules_in(roots) if (s := get_state(m)) is not None]
+    return roots, states, list(dict.fromkeys(s.group for s in states if s.group is not None))
+
+
 def _with_lists(module: nn.Module) -> list[nn.Module]:
     """Return a module, and modules outside of it that are in one group with modules in it.
 
@@ -486,28 +489,14 @@ def _children_with_groups(
     return found
 
 
-def _let_go(runtime: Runtime, kept: Sequence[ParamGroup]) -> None:
-    """Have modules that were taken out of a root be roots of their own, if they run again."""
-    gone = (group for group in runtime.groups if group not in kept)
-    for module in {inner for group in gone for each in group.modules for inner in each.modules()}:
-        state = get_state(module)
-        if state is not None and state.runtime is runtime:
-            state.runtime = None
-
-
 def _modules_in(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
     """Return modules and those in them, each once."""
     return dict.fromkeys(inner for root in roots for inner in root.modules())
 
 
-class _Caster:
-    """Casts floating-point tensors."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return what casts floating-point tensors."""
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _map_inputs(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -10,9 +10,10 @@ get their memory before that: what stays is not mixed with what goes, which woul
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,11 @@ from shardkit._params.memory import give_back
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._text import listed
+from shardkit._tree import iter_tensors
 from shardkit.backends.groups import group_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from shardkit._progress import Progress
     from shardkit._runtime.group import ParamGroup
@@ -58,20 +60,14 @@ _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 @dataclass(slots=True, eq=False)
 class InitializedModule:
-    """A module with the tensors that it holds itself.
-
-    Attributes:
-        name: The name of the module.
-        module: A `nn.ParameterList` or `nn.ParameterDict` is no unit, but belongs to its holder.
-        holders: The module, and containers of parameters that belong to it.
-        initializers: The functions that give it values: the first that writes all of them is
-            enough.
-    """
+    """A module with the tensors that it holds itself."""
 
     name: str
     module: nn.Module
+    # The module, and containers of parameters in it: those are no units.
     holders: list[nn.Module]
-    initializers: list[Callable[[], object]] = field(default_factory=list)
+    # What gives it values, as calls one after another: the first that writes all is enough.
+    initializers: list[list[Callable[[], object]]]
 
 
 def units_of(
@@ -89,12 +85,11 @@ def units_of(
         for child_name, child in module.named_children():
             if not isinstance(child, _CONTAINERS):
                 yield from visit(f"{name}.{child_name}".removeprefix("."), child, owner)
-        unit = InitializedModule(name, module, list(_with_containers(module)))
-        if init_fn is not None:
-            unit.initializers = [lambda: init_fn(module)]
+        if init_fn is None:
+            initializers = list(_defaults(module, owner))
         else:
-            unit.initializers = list(_defaults(module, owner))
-        yield unit
+            initializers = [[functools.partial(init_fn, module)]]
+        yield InitializedModule(name, module, list(_with_containers(module)), initializers)
 
     yield from visit("", model, None)
 
@@ -106,32 +101,26 @@ def _with_containers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _with_containers(child)
 
 
-def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[Callable[[], object]]:
+def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[list[Callable[[], object]]]:
     """Yield what to try.
 
     A model's own way comes first. Modules that it says nothing about have the values of their
     constructors, as in the plain model. Last come tables of rotary positions.
     """
-    own = _own_methods(module, is_model=module is owner)
-
-    def run_own() -> None:
-        for method in own:
-            method()
-
+    # `init_weights` of a model with `_init_weights` initializes all modules in it.
+    names = _OWN[:-1] if module is owner else _OWN
+    names = tuple(name for name in names if _takes(module, name, 0))[:1]
+    names += tuple(name for name in _OF_BUFFERS if _takes(module, name, 0))
+    own = [getattr(module, name) for name in names]
     if owner is not None:
-        init: Any = getattr(owner, _OF_MODEL)
-        yield lambda: init(module)
-
-        def run_both() -> None:
-            run_own()
-            init(module)
-
+        init = functools.partial(getattr(owner, _OF_MODEL), module)
+        yield [init]
         if own:
-            yield run_both
+            yield [*own, init]
     elif own:
-        yield run_own
+        yield own
     if callable(module.__dict__.get(_OF_ROTARY)) and _TABLE in module._buffers:  # noqa: SLF001
-        yield lambda: _compute_rotary_table(module)
+        yield [functools.partial(_compute_rotary_table, module)]
 
 
 def _compute_rotary_table(module: Any) -> None:
@@ -142,96 +131,19 @@ def _compute_rotary_table(module: Any) -> None:
             getattr(module, name).copy_(table)
 
 
-def _own_methods(module: nn.Module, *, is_model: bool) -> list[Callable[[], object]]:
-    # `init_weights` of a model with `_init_weights` initializes all modules in it.
-    names = [name for name in _OWN if _takes(module, name, 0)]
-    if is_model:
-        names = [name for name in names if name != "init_weights"]
-    names = names[:1] + [name for name in _OF_BUFFERS if _takes(module, name, 0)]
-    return [getattr(module, name) for name in names]
-
-
 def _takes(module: nn.Module, name: str, num_args: int) -> bool:
     """Whether a module has a method that can be called with so many arguments, and needs them."""
     method = getattr(type(module), name, None) and getattr(module, name)
     if not callable(method):
         return False
-    needed = 0
-    for parameter in inspect.signature(method).parameters.values():
-        is_named = parameter.kind is not parameter.VAR_POSITIONAL
-        if parameter.default is parameter.empty and is_named:
-            needed += parameter.kind is not parameter.VAR_KEYWORD
-    return needed == num_args
-
-
-# --- whole tensors for a while --------------------------------------------------------------------
-
-_UNWRITTEN_BYTE = 0xA5
-
-
-class Borrowed:
-    """A context in which a module holds whole tensors, in the place of its own.
-
-    Replaced are those that have no values yet. On exit the module holds its own again.
-
-    Attributes:
-        stand_ins: The whole tensors, by the id of the module's own.
-    """
-
-    def __init__(
-        self, unit: InitializedModule, device: torch.device, pending: Container[int]
-    ) -> None:
-        self._device = device
-        self._pending = pending
-        self.stand_ins: dict[int, Tensor] = {}
-        self._places = [
-            (holder, tensors, attribute, tensor)
-            for holder in unit.holders
-            for tensors in (holder._parameters, holder._buffers)  # noqa: SLF001
-            for attribute, tensor in tensors.items()
-            if tensor is not None and id(tensor) in pending
-        ]
-
-    def __enter__(self) -> Self:
-        for holder, tensors, attribute, tensor in self._places:
-            stand_in = self.stand_ins.get(id(tensor))
-            if stand_in is None:
-                stand_in = self.stand_ins[id(tensor)] = self._whole(tensor)
-            put(holder, tensors, attribute, stand_in)
-        return self
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
-        mark_unwritten(whole)
-        if isinstance(tensor, nn.Parameter):
-            whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-        whole.__dict__.update(user_attributes(tensor))
-        return whole
-
-    def unwritten(self) -> set[int]:
-        """Return the ids of the module's tensors that have no values still."""
-        held = self.results()
-        wanted = [key for key in held if key in self._pending]
-        return {key for key in wanted if held[key].is_meta or is_unwritten(held[key])}
-
-    def results(self) -> dict[int, Tensor]:
-        """Return what the module holds, by the id of its own tensor."""
-        held = [(tensor, tensors.get(name)) for _, tensors, name, tensor in self._places]
-        return {id(tensor): found for tensor, found in held if found is not None}
-
-    def __exit__(self, *error: object) -> None:
-        for holder, tensors, attribute, tensor in self._places:
-            put(holder, tensors, attribute, tensor)
-
-
-def put(holder: nn.Module, tensors: dict[str, Any], attribute: str, tensor: Tensor) -> None:
-    """Let a module hold a tensor, past the checks of `setattr`."""
-    tensors[attribute] = tensor
-    if isinstance(holder, nn.RNNBase) and isinstance(tensor, nn.Parameter):
-        setattr(holder, attribute, tensor)  # It keeps a list of its weights as well.
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    return num_args == sum(p.default is p.empty and p.kind not in any_number for p in parameters)
 
 
 # --- tensors without values -----------------------------------------------------------------------
+
+_UNWRITTEN_BYTE = 0xA5
 
 
 def mark_unwritten(tensor: Tensor) -> None:
@@ -262,7 +174,7 @@ def _may_be_nan(tensor: Tensor) -> bool:
     return is_number and tensor.dtype.itemsize > 1
 
 
-# --- tensors lent to an initialization ------------------------------------------------------------
+# --- stand-ins for the time of an initialization --------------------------------------------------
 #
 # [Note: memory for one operator] A module may initialize what modules inside hold, as
 # `nn.Transformer` does for a whole model. So its stand-ins for their tensors have a storage
@@ -296,37 +208,53 @@ _LEAKS = frozenset(["numpy", "__array__", "__dlpack__", "data_ptr", "untyped_sto
 _PLAIN = (Tensor, int, float, complex, bool, str, torch.dtype, torch.device, torch.layout)
 
 
+class _Place(NamedTuple):
+    """Where a module holds a tensor."""
+
+    holder: nn.Module
+    tensors: dict[str, Any]  # Its parameters, or its buffers.
+    attribute: str
+    tensor: Tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Let the module hold a tensor, past the checks of `setattr`."""
+        self.tensors[self.attribute] = tensor
+        if isinstance(self.holder, nn.RNNBase) and isinstance(tensor, nn.Parameter):
+            setattr(self.holder, self.attribute, tensor)  # It keeps a list of its weights as well.
+
+
+def _places_in(holders: Iterable[nn.Module]) -> Iterator[_Place]:
+    """Yield every place of the tensors that modules hold themselves, tied ones once per place."""
+    for holder in holders:
+        for tensors in (holder._parameters, holder._buffers):  # noqa: SLF001 - keeps tied ones apart
+            for attribute, tensor in tensors.items():
+                if tensor is not None:
+                    yield _Place(holder, tensors, attribute, tensor)
+
+
 @dataclass(slots=True, eq=False)
 class _Loan:
-    """A tensor, and what stands in for it.
+    """A tensor, and what stands in for it."""
 
-    Attributes:
-        name: The name of the tensor in the model.
-        target: The tensor.
-        stand_in: The tensor that modules hold in its place.
-        whole: Shares the memory of `stand_in`, whatever becomes of that.
-        storage: The memory of both.
-        is_loaded: Whether the memory is there.
-        is_pinned: Whether somebody may reach the memory past torch's functions.
-    """
-
-    name: str
-    target: Tensor
-    stand_in: Tensor
-    whole: Tensor
-    storage: torch.UntypedStorage
-    is_loaded: bool = False
-    is_pinned: bool = False
+    name: str  # The name of the tensor in the model.
+    target: Tensor  # The tensor.
+    stand_in: Tensor  # The tensor that modules hold in its place.
+    whole: Tensor  # Shares the memory of `stand_in`, whatever becomes of that.
+    storage: torch.UntypedStorage  # The memory of both.
+    is_loaded: bool = False  # Whether the memory is there.
+    is_pinned: bool = False  # Whether somebody may reach the memory past torch's functions.
 
 
-class Lent(TorchFunctionMode):
-    """A context in which a module and those inside hold stand-ins for what is not borrowed.
+class StandIns(TorchFunctionMode):
+    """A context in which a module and those inside hold plain tensors, in the place of their own.
+
+    The module's own tensors that have no values are whole from the start. Others have memory where
+    they are touched, see the note; on XLA they stay, since tensors have no storages there. On exit
+    modules hold their own tensors again.
 
     Args:
-        name: The name of the module.
-        module: The module.
+        unit: The module.
         device: The device of the stand-ins.
-        borrowed: The stand-ins for the module's own tensors that are initialized, by their id.
         pending: The tensors that have no values yet, by id.
         take: A function that is called with the name, the tensor and its values, where they may
             have been written. What it is not to keep it leaves out. The values are let go after the
@@ -335,58 +263,69 @@ class Lent(TorchFunctionMode):
 
     def __init__(
         self,
-        name: str,
-        module: nn.Module,
+        unit: InitializedModule,
         device: torch.device,
-        borrowed: Mapping[int, Tensor],
         pending: Container[int],
         take: Callable[[str, Tensor, Tensor], None],
     ) -> None:
         super().__init__()
         self._device = device
-        self._borrowed = borrowed
         self._pending = pending
         self._take = take
-        stand_ins = set(map(id, borrowed.values()))
-        self._places = [
-            (f"{name}.{inner}.{attribute}".replace("..", ".").strip("."), *place)
-            for inner, holder in module.named_modules()
-            for tensors in (holder._parameters, holder._buffers)  # noqa: SLF001
-            for attribute, tensor in tensors.items()
-            if tensor is not None and id(tensor) not in stand_ins and _can_lend(tensor)
-            for place in [(holder, tensors, attribute, tensor)]
-        ]
+        self._own = [place for place in _places_in(unit.holders) if id(place.tensor) in pending]
+        self._stand_ins: dict[int, Tensor] = {}
+        for place in self._own:
+            if id(place.tensor) not in self._stand_ins:
+                whole = torch.empty(
+                    tuple(place.tensor.shape), dtype=place.tensor.dtype, device=device
+                )
+                mark_unwritten(whole)
+                self._stand_ins[id(place.tensor)] = _standing_in(whole, place.tensor)
         self._loans: dict[int, _Loan] = {}
         self._by_storage: dict[int, _Loan] = {}
         self._loaded: list[_Loan] = []
+        self._places = list(self._own)
+        for inner, holder in unit.module.named_modules() if device.type != "xla" else ():
+            for place in _places_in([holder]):
+                name = f"{unit.name}.{inner}.{place.attribute}".replace("..", ".").strip(".")
+                if id(place.tensor) not in self._stand_ins and _can_lend(place.tensor):
+                    self._lend(name, place.tensor)
+                if id(place.tensor) in self._stand_ins:
+                    self._places.append(place)
 
-    def __enter__(self) -> Self:
-        for name, holder, tensors, attribute, tensor in self._places:
-            stand_in = self._borrowed.get(id(tensor))
-            if stand_in is None:
-                loan = self._loans.get(id(tensor)) or self._lend(name, tensor)
-                stand_in = loan.stand_in
-            put(holder, tensors, attribute, stand_in)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def _lend(self, name: str, tensor: Tensor) -> _Loan:
+    def _lend(self, name: str, tensor: Tensor) -> None:
         whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
         storage = whole.untyped_storage()
         storage.resize_(0)
-        stand_in = whole.detach()
-        if isinstance(tensor, nn.Parameter):
-            stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
-        stand_in.__dict__.update(user_attributes(tensor))
+        stand_in = self._stand_ins[id(tensor)] = _standing_in(whole.detach(), tensor)
         loan = _Loan(name, tensor, stand_in, whole, storage)
         self._loans[id(tensor)] = self._by_storage[id(storage)] = loan
-        return loan
+
+    def __enter__(self) -> Self:
+        for place in self._places:
+            place.put(self._stand_ins[id(place.tensor)])
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def results(self) -> dict[int, Tensor]:
+        """Return what the module holds, by the id of its own tensor."""
+        held = [(id(place.tensor), place.tensors.get(place.attribute)) for place in self._own]
+        return {key: found for key, found in held if found is not None}
+
+    def unwritten(self) -> set[int]:
+        """Return the ids of the module's tensors that have no values still."""
+        wanted = [(key, found) for key, found in self.results().items() if key in self._pending]
+        return {key for key, found in wanted if found.is_meta or is_unwritten(found)}
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        held = [(loan, tensors.get(attr)) for loan, tensors, attr in self._places_of_loans()]
-        for _, holder, tensors, attribute, tensor in self._places:
-            put(holder, tensors, attribute, tensor)
+        held = [
+            (self._loans[id(place.tensor)], place.tensors.get(place.attribute))
+            for place in self._places
+            if id(place.tensor) in self._loans
+        ]
+        for place in self._places:
+            place.put(place.tensor)
         try:
             if error[0] is None:
                 for loan, found in held:
@@ -397,18 +336,17 @@ class Lent(TorchFunctionMode):
         finally:
             held.clear()
             self._by_storage.clear()
+            self._stand_ins.clear()
             while self._loans:
-                _drop(self._loans.popitem()[1])
-
-    def _places_of_loans(self) -> Iterator[tuple[_Loan, dict[str, Any], str]]:
-        for _, _, tensors, attribute, tensor in self._places:
-            if id(tensor) in self._loans:
-                yield self._loans[id(tensor)], tensors, attribute
+                loan = self._loans.popitem()[1]
+                # What somebody still holds of it may be printed: it needs some memory.
+                if not loan.is_loaded and not loan.is_pinned:
+                    loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
 
     def _settle(self, loan: _Loan, found: Tensor) -> None:
         """Take over what the initialization has put in the place of a stand-in."""
         if found.untyped_storage() is not loan.storage and not found.is_meta:
-            self._load_for(_overwrites_none, (found,), {})
+            self._load_for("", (found,))
             self._take(loan.name, loan.target, found.detach().clone())
         if id(loan.target) in self._pending or not loan.target.is_meta:
             loan.target.__dict__.update(user_attributes(found))
@@ -421,32 +359,32 @@ class Lent(TorchFunctionMode):
         """Run a function on values."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        looks = name in _LOOKS and _attribute_of(func) not in _STRIDED
-        touched = self._load_for(func, args[1:] if looks else args, kwargs)
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        looks = name in _LOOKS and attribute not in _STRIDED
+        touched = self._load_for(name, (args[1:] if looks else args, kwargs))
         result = func(*args, **kwargs)
         if touched and (name in _LEAKS or not _is_plain(result)):
             for loan in touched:
                 loan.is_pinned = True
         return result
 
-    def _load_for(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> list[_Loan]:
+    def _load_for(self, name: str, given: tuple[Any, ...]) -> list[_Loan]:
         """Have the values of the tensors that a function gets, and no others."""
-        tensors = [*_tensors_in((args, kwargs))]
+        tensors = [*iter_tensors(given, depth=0)]
         touched = {id(loan): loan for loan in map(self._loan_of, tensors) if loan is not None}
         if not touched:
             return []
         for loan in list(self._loaded):
             if id(loan) not in touched and not loan.is_pinned:
                 self._let_go(loan)
-        is_overwritten = getattr(func, "__name__", "") in _OVERWRITES
         for loan in touched.values():
             if loan.is_loaded:
                 continue
             aliases = [t for t in tensors if self._loan_of(t) is loan]
-            self._load(
-                loan,
-                is_overwritten=is_overwritten and aliases == tensors[:1] and _is_all(loan, tensors),
-            )
+            is_alone = name in _OVERWRITES and aliases == tensors[:1]
+            # All of what is lent, each element once.
+            is_all = tensors[0].numel() == loan.whole.numel() and tensors[0].is_contiguous()
+            self._load(loan, is_overwritten=is_alone and is_all)
         return [*touched.values()]
 
     def _loan_of(self, tensor: Tensor) -> _Loan | None:
@@ -458,9 +396,8 @@ class Lent(TorchFunctionMode):
             return None
 
     def _load(self, loan: _Loan, *, is_overwritten: bool) -> None:
-        target = loan.target
         values: Tensor | None = None
-        if id(target) not in self._pending and not is_overwritten:
+        if id(loan.target) not in self._pending and not is_overwritten:
             values = _whole_of(loan)
         loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
         loan.is_loaded = True
@@ -483,20 +420,12 @@ class Lent(TorchFunctionMode):
             give_back(nbytes)
 
 
-def _attribute_of(func: Any) -> str:
-    """Return the name of the attribute that a function gets or sets."""
-    name: str = getattr(getattr(func, "__self__", None), "__name__", "")
-    return name
-
-
-def _drop(loan: _Loan) -> None:
-    """Let go of a loan. What somebody still holds of it may be printed: it needs some memory."""
-    if not loan.is_loaded and not loan.is_pinned:
-        loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
-
-
-def _overwrites_none() -> None:
-    """Stand for the end of the initialization, which reads."""
+def _standing_in(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Return what a module may hold in the place of a tensor."""
+    if isinstance(tensor, nn.Parameter):
+        whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+    whole.__dict__.update(user_attributes(tensor))
+    return whole
 
 
 def _can_lend(tensor: Tensor) -> bool:
@@ -518,22 +447,6 @@ def _whole_of(loan: _Loan) -> Tensor:
         )
         raise StateError(msg)
     return target.whole_values().detach()
-
-
-def _is_all(loan: _Loan, tensors: list[Tensor]) -> bool:
-    """Whether the first of some tensors is all of what is lent, each element once."""
-    first = tensors[0]
-    return first.numel() == loan.whole.numel() and first.is_contiguous()
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        yield from _tensors_in([*value.values()])
 
 
 def _is_plain(result: Any) -> bool:
@@ -641,8 +554,12 @@ class Filling:
         held = [*model.parameters(), *model.buffers()]
         wanted = held if only is None else only
         self._pending: dict[int, Tensor] = {id(each): each for each in wanted if each.is_meta}
-        self._groups = [g for g in groups_in(model, recurse=True) if self._is_pending_in(g)]
-        self._group_of = {id(p): g for g in self._groups for b in g.buckets for p in b.sharded}
+        held_by = {
+            group: [id(param) for bucket in group.buckets for param in bucket.sharded]
+            for group in groups_in(model, recurse=True)
+        }
+        self._groups = [g for g, ids in held_by.items() if not self._pending.keys().isdisjoint(ids)]
+        self._group_of = {key: group for group in self._groups for key in held_by[group]}
         self._values = {group: WholeValues() for group in self._groups}
         backend = next((s.spec.mesh.backend for s in held if isinstance(s, ShardedTensor)), None)
         is_traced = backend is not None and backend.is_traced
@@ -658,21 +575,17 @@ class Filling:
         self._last_group: ParamGroup | None = None
         self._meter = Meter(progress=False, what="", rank=0)
 
-    def _is_pending_in(self, group: ParamGroup) -> bool:
-        return any(id(param) in self._pending for b in group.buckets for param in b.sharded)
-
     def _wanted_of(self, unit: InitializedModule) -> Iterator[tuple[str, Tensor]]:
         """Yield those tensors of a unit that have no values yet."""
-        for tensors in _dicts_of(unit):
-            for attribute, tensor in tensors.items():
-                if tensor is not None and id(tensor) in self._pending:
-                    yield f"{unit.name}.{attribute}".removeprefix("."), tensor
+        for place in _places_in(unit.holders):
+            if id(place.tensor) in self._pending:
+                yield f"{unit.name}.{place.attribute}".removeprefix("."), place.tensor
 
     def _writes_inside(self, unit: InitializedModule) -> bool:
         """Whether a unit has an initialization, and modules inside hold what it may write."""
         if self._has_init_fn or not unit.initializers:
             return False
-        own = {id(tensor) for tensors in _dicts_of(unit) for tensor in tensors.values()}
+        own = {id(place.tensor) for place in _places_in(unit.holders)}
         held = [*unit.module.parameters(), *unit.module.buffers()]
         return any(id(tensor) in self._fresh and id(tensor) not in own for tensor in held)
 
@@ -682,9 +595,19 @@ class Filling:
         meter.expect(sum(tensor.nbytes for tensor in self._pending.values()))
         try:
             self._fill_all()
-        finally:
-            self._forget_unwritten()
-        self._check_all_have_values()
+        finally:  # After an error pieces may have memory and no values.
+            for tensor in self._pending.values():
+                if isinstance(tensor, ShardedTensor) and not tensor.is_meta:
+                    piece = torch.empty(tensor.spec.piece_numel, dtype=tensor.dtype, device="meta")
+                    tensor.replace_piece(piece)
+        left = [*params_on_meta(self._model), *buffers_on_meta(self._model)]
+        if left:
+            msg = (
+                f"still on the meta device after materialize: {listed(left)}. Their modules' "
+                f"initialization does not write them. Have reset_parameters() or init_fn do it, "
+                f"or set them before, e.g. module.table = compute_table()."
+            )
+            raise StateError(msg)
 
     def run_where_possible(self) -> None:
         """Initialize modules until all that is wanted has values; what fails stays on meta."""
@@ -694,13 +617,6 @@ class Filling:
                 with contextlib.suppress(Exception):
                     self._fill(unit)
         self._execute(None)
-
-    def _forget_unwritten(self) -> None:
-        """Put pieces that have memory and no values back on meta: after an error."""
-        for tensor in self._pending.values():
-            if isinstance(tensor, ShardedTensor) and not tensor.is_meta:
-                piece = torch.empty(tensor.spec.piece_numel, dtype=tensor.dtype, device="meta")
-                tensor.replace_piece(piece)
 
     def _fill_all(self) -> None:
         for module in self._model.modules():
@@ -755,16 +671,6 @@ class Filling:
                 msg += _PARAMETRIZED
             raise StateError(msg)
 
-    def _check_all_have_values(self) -> None:
-        left = [*params_on_meta(self._model), *buffers_on_meta(self._model)]
-        if left:
-            msg = (
-                f"still on the meta device after materialize: {listed(left)}. Their modules' "
-                f"initialization does not write them. Have reset_parameters() or init_fn do it, "
-                f"or set them before, e.g. module.table = compute_table()."
-            )
-            raise StateError(msg)
-
     @contextlib.contextmanager
     def _plain_rnns(self) -> Iterator[None]:
         """Let RNNs that are not sharded have no weak references to weights that get memory."""
@@ -790,13 +696,15 @@ class Filling:
         wanted = list(self._wanted_of(unit))
         if not wanted and not self._writes_inside(unit):
             return freed  # Tied to what an earlier module has initialized.
-        with Borrowed(unit, self.device, self._pending) as borrowed, self._lent(unit, borrowed):
-            for initialize in unit.initializers:
-                self._run(unit, initialize)
-                unwritten = borrowed.unwritten()
+        own = {id(place.tensor) for place in _places_in(unit.holders)}
+        take = functools.partial(self._take_inside, own)
+        with StandIns(unit, self.device, self._pending, take) as stand_ins:
+            for calls in unit.initializers:
+                self._run(unit, calls)
+                unwritten = stand_ins.unwritten()
                 if not unwritten:
                     break
-            results = borrowed.results()
+            results = stand_ins.results()
         for name, tensor in wanted:
             result = results.pop(id(tensor), None)
             if isinstance(tensor, nn.Parameter):
@@ -811,31 +719,23 @@ class Filling:
                 freed += result.nbytes if result.device.type == "cpu" else 0
         return freed
 
-    def _lent(
-        self, unit: InitializedModule, borrowed: Borrowed
-    ) -> contextlib.AbstractContextManager[object]:
-        """Let the rest of what a unit and the modules inside hold be there where it is touched."""
-        if self.device.type == "xla":  # Its tensors have no storages.
-            return contextlib.nullcontext()
-        own = {id(tensor) for tensors in _dicts_of(unit) for tensor in tensors.values()}
+    def _take_inside(self, own: Container[int], name: str, target: Tensor, whole: Tensor) -> None:
+        """Keep what was written of a tensor that is not the module's `own`."""
+        if id(target) not in self._fresh or id(target) in own:
+            return  # It had values before, or it is tied to what has got them.
+        if id(target) in self._pending and is_unwritten(whole):
+            return
+        _check_result(name, target, whole, unwritten=False)
+        self._execute(self._group_of.get(id(target)))
+        is_kept = target.is_meta and not isinstance(target, ShardedTensor)
+        self._take(target, whole.clone() if is_kept else whole)
+        self._pending.pop(id(target), None)
 
-        def take(name: str, target: Tensor, whole: Tensor) -> None:
-            if id(target) not in self._fresh or id(target) in own:
-                return  # It had values before, or it is tied to what has got them.
-            if id(target) in self._pending and is_unwritten(whole):
-                return
-            _check_result(name, target, whole, unwritten=False)
-            self._execute(self._group_of.get(id(target)))
-            is_kept = target.is_meta and not isinstance(target, ShardedTensor)
-            self._take(target, whole.clone() if is_kept else whole)
-            self._pending.pop(id(target), None)
-
-        return Lent(unit.name, unit.module, self.device, borrowed.stand_ins, self._pending, take)
-
-    def _run(self, unit: InitializedModule, initialize: Callable[[], object]) -> None:
+    def _run(self, unit: InitializedModule, calls: Iterable[Callable[[], object]]) -> None:
         try:
             with self.device:  # Also where `materialize` is called under torch.device("meta").
-                initialize()
+                for call in calls:
+                    call()
         except Exception as error:
             kind = type(unit.module).__name__
             error.add_note(f"while materialize() initialized {unit.name or 'the root'!r}, a {kind}")
@@ -865,12 +765,6 @@ class Filling:
         last, self._last_group = self._last_group, group
         if last is not None and last is not group and last.mesh.backend.is_traced:
             execute_sharding(last.mesh.backend.region)
-
-
-def _dicts_of(unit: InitializedModule) -> Iterator[dict[str, Any]]:
-    for holder in unit.holders:
-        yield holder._parameters  # noqa: SLF001 - keeps tied ones apart
-        yield holder._buffers  # noqa: SLF001
 
 
 def _check_result(name: str, target: Tensor, result: Tensor | None, *, unwritten: bool) -> None:
