@@ -52,28 +52,15 @@ def _shape_of(tensor: Tensor) -> Any:
     return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """What a graph holds, and a step would find otherwise now.
+_ANEW = "Put it back, or capture the step anew: shardkit.capture(step, model)."
 
-    Attributes:
-        of: Words for it.
-        then: Value that the graph holds.
-        now: Value of now.
-        remedy: Sentence that says what to do.
-    """
 
-    of: str
-    then: object
-    now: object
-    remedy: str = "Put it back, or capture the step anew: shardkit.capture(step, model)."
-
-    def error(self, step: str) -> StateError:
-        """Return an error that says so of a step."""
-        return StateError(
-            f"{step} was captured where {self.of} was {self.then}, and now it is {self.now}: a "
-            f"replay would not do what the step does. {self.remedy}"
-        )
+def _differs(step: str, of: str, then: object, now: object, remedy: str = _ANEW) -> StateError:
+    """Return an error: a graph holds `then` of something, and a step would find `now`."""
+    return StateError(
+        f"{step} was captured where {of} was {then}, and now it is {now}: a replay would not do "
+        f"what the step does. {remedy}"
+    )
 
 
 class _Modes(NamedTuple):
@@ -92,11 +79,7 @@ class _Modes(NamedTuple):
 
 
 class _Inputs:
-    """The tensors that a graph reads, at fixed addresses.
-
-    Raises:
-        StateError: A tensor cannot be copied to.
-    """
+    """The tensors that a graph reads, at fixed addresses."""
 
     def __init__(self, step: str, given: tuple[Any, ...], device: torch.device) -> None:
         self._step = step
@@ -127,40 +110,27 @@ class _Inputs:
         self._skeleton = map_tensors(_shape_of, given)
 
     def fill(self, given: tuple[Any, ...]) -> None:
-        """Copy other values to the same places.
-
-        Raises:
-            StateError: They have another shape, stride, dtype or device, or what is no tensor
-                differs.
-        """
+        """Copy other values to the same places; raise if they, or what is no tensor, differ."""
         skeleton = map_tensors(_shape_of, given)
+        tensors = _tensors_in(given)
         if not _equal(skeleton, self._skeleton):
-            raise self._mismatch(given, skeleton)
-        for static, tensor in zip(self._tensors, _tensors_in(given), strict=True):
+            shapes = (map(_shape_of, each) for each in (self._tensors, tensors))
+            for index, (then, now) in enumerate(itertools.zip_longest(*shapes)):
+                if then != now:
+                    remedy = (
+                        "Make all batches alike (drop_last=True, padding), or call the step itself "
+                        "for the others."
+                    )
+                    raise _differs(self._step, f"input {index}", then, now, remedy)
+            raise _differs(self._step, "the arguments", self._skeleton, skeleton)
+        for static, tensor in zip(self._tensors, tensors, strict=True):
             static.copy_(tensor, non_blocking=True)
-
-    def _mismatch(self, given: tuple[Any, ...], skeleton: Any) -> StateError:
-        pairs = itertools.zip_longest(self._tensors, _tensors_in(given))
-        for index, (then, now) in enumerate(pairs):
-            was, is_now = (None if each is None else _shape_of(each) for each in (then, now))
-            if was != is_now:
-                remedy = (
-                    "Make all batches alike (drop_last=True, padding), or call the step itself for "
-                    "the others."
-                )
-                return _Difference(f"input {index}", was, is_now, remedy).error(self._step)
-        return _Difference("the arguments", self._skeleton, skeleton).error(self._step)
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors that `map_tensors` exchanges."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tree)
+    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
     return found
 
 
@@ -186,16 +156,15 @@ class _Facts:
         self._get = operator.attrgetter(*names)
         self._values = [*map(self._get, self._owners)]
 
-    def difference(self) -> _Difference | None:
-        """Return the first attribute that is another one now."""
+    def check(self, step: str) -> None:
+        """Raise if an attribute is another one now."""
         if [*map(self._get, self._owners)] == self._values:
-            return None
+            return
         for of, owner, values in zip(self._of, self._owners, self._values, strict=True):
             for name, then, now in zip(self._names, values, self._get(owner), strict=True):
                 if then != now:
                     what = f"{name.rpartition('.')[2]!r} of {of}"
-                    return _Difference(what, _shown(then), _shown(now))
-        return None
+                    raise _differs(step, what, _shown(then), _shown(now))
 
 
 def _shown(value: Any) -> str:
@@ -216,7 +185,7 @@ class _Frozen:
 
     def __init__(self, step: str, roots: Sequence[ModuleState]) -> None:
         self._step = step
-        self._runtimes = [_runtime_of(state) for state in roots]
+        self._runtimes: list[Any] = [state.runtime for state in roots]  # They have run.
         groups = [group for runtime in self._runtimes for group in runtime.groups]
         self._entries = [e for group in groups for bucket in group.buckets for e in bucket.entries]
         self._pieces = [*map(_piece_of, self._entries)]
@@ -236,24 +205,16 @@ class _Frozen:
         self._modes = _Modes.now(self._device_type)
 
     def check(self) -> None:
-        """Raise if a step would do something else now.
-
-        Raises:
-            StateError: It would.
-        """
+        """Raise if a step would do something else now."""
         for facts in self._facts:
-            difference = facts.difference()
-            if difference is not None:
-                raise difference.error(self._step)
+            facts.check(self._step)
         if not all(map(operator.is_, map(_piece_of, self._entries), self._pieces)):
             pairs = zip(self._entries, self._pieces, strict=True)
             name = next(entry.name for entry, piece in pairs if _piece_of(entry) is not piece)
-            raise _Difference(f"the memory of {name!r}", "another one", "this one").error(
-                self._step
-            )
+            raise _differs(self._step, f"the memory of {name!r}", "another one", "this one")
         modes = _Modes.now(self._device_type)
         if modes != self._modes:
-            raise _Difference("a mode of torch", self._modes, modes).error(self._step)
+            raise _differs(self._step, "a mode of torch", self._modes, modes)
         for runtime in self._runtimes:
             unfinished = runtime.unfinished
             if unfinished is not None:
@@ -278,35 +239,29 @@ class _Updates:
             optimizer.register_load_state_dict_post_hook(self._loaded.add)
 
     def check(self) -> None:
-        """Raise if a step of an optimizer would do something else now.
-
-        Raises:
-            StateError: It would.
-        """
+        """Raise if a step of an optimizer would do something else now."""
         for optimizer, (state, groups) in self._of.items():
-            difference = self._difference(optimizer, state, groups)
-            if difference is not None:
-                raise difference.error(self._step)
-
-    def _difference(
-        self, optimizer: Optimizer, state: Any, groups: list[dict[str, Any]]
-    ) -> _Difference | None:
-        name = type(optimizer).__name__
-        if optimizer in self._loaded or _state_of(optimizer) is not state:
-            return _Difference(f"the state of {name}", "another one", "one that was loaded")
-        num_groups = len(optimizer.param_groups)
-        if len(groups) != num_groups:
-            return _Difference(f"the number of groups of {name}", len(groups), num_groups)
-        for then, now in zip(groups, _numbers_of(optimizer), strict=True):
-            for key, value in now.items():
-                if not _same(then.get(key), value):
+            name = type(optimizer).__name__
+            if optimizer in self._loaded or _state_of(optimizer) is not state:
+                what = f"the state of {name}"
+                raise _differs(self._step, what, "another one", "one that was loaded")
+            num_groups = len(optimizer.param_groups)
+            if len(groups) != num_groups:
+                raise _differs(
+                    self._step, f"the number of groups of {name}", len(groups), num_groups
+                )
+            for then, now in zip(groups, _numbers_of(optimizer), strict=True):
+                for key, value in now.items():
+                    was = then.get(key)
+                    # A graph reads a tensor again.
+                    if was is value or (not isinstance(value, Tensor) and _equal(was, value)):
+                        continue
                     remedy = (
                         f"Where {name} takes a tensor of the device for it "
                         f"(lr=torch.tensor(..., device=...), capturable=True), change that in "
                         f"place. Else leave the optimizer's step out of what is captured."
                     )
-                    return _Difference(f"{key!r} of {name}", then.get(key), value, remedy)
-        return None
+                    raise _differs(self._step, f"{key!r} of {name}", was, value, remedy)
 
 
 def _state_of(optimizer: Optimizer) -> Any:
@@ -315,20 +270,15 @@ def _state_of(optimizer: Optimizer) -> Any:
 
 
 def _numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return settings as they are now, also where somebody changes a list in place."""
     return [
-        {key: _kept(value) for key, value in group.items() if key != "params"}
+        {
+            key: copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            for key, value in group.items()
+            if key != "params"
+        }
         for group in optimizer.param_groups
     ]
-
-
-def _kept(value: Any) -> Any:
-    """Return a value that stays as it is where somebody changes a list in place."""
-    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
-
-
-def _same(then: Any, now: Any) -> bool:
-    """Whether a graph that holds one does what the other asks for: a tensor is read again."""
-    return then is now or (not isinstance(now, Tensor) and _equal(then, now))
 
 
 @dataclass(slots=True)
@@ -369,11 +319,7 @@ class _Gradients:
             each.grad = each.param.grad
 
     def check(self) -> None:
-        """Raise if a step would add to gradients that the graph does not know.
-
-        Raises:
-            StateError: It would.
-        """
+        """Raise if a step would add to gradients that the graph does not know."""
         for each in self._of:
             found = each.param.grad
             if found is None or (found is each.grad and self._are_dropped):
@@ -404,11 +350,7 @@ def _cannot(step: str, what: str, why: str, remedy: str) -> StateError:
 
 
 def _refuse(step: str, groups: Iterable[ParamGroup]) -> None:
-    """Raise if groups do in each step what a graph cannot.
-
-    Raises:
-        StateError: They do.
-    """
+    """Raise if groups do in each step what a graph cannot."""
     for group in groups:
         for bucket in group.buckets:
             if bucket.plan.is_offloaded:
@@ -422,12 +364,6 @@ def _refuse(step: str, groups: Iterable[ParamGroup]) -> None:
         why = "each backward notes which gradients are finite, and a replay notes nothing"
         remedy = "Call shardkit.set_watch(check_gradients=False)."
         raise _cannot(step, "captured", why, remedy)
-
-
-def _runtime_of(state: ModuleState) -> Runtime:
-    runtime = state.runtime
-    assert runtime is not None, "a root has run"
-    return runtime
 
 
 # --- users ----------------------------------------------------------------------------------------

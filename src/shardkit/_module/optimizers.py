@@ -6,6 +6,7 @@ unsharded ones, which are shown for a while.
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import warnings
@@ -29,11 +30,13 @@ from shardkit._runtime.group import STATE_ATTRIBUTE
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import begin_step, end_step
 from shardkit._text import listed
+from shardkit._tree import iter_tensors
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import ParamGroup
 
 
@@ -48,11 +51,6 @@ _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that are looked at again after ``load_state_dict``."""
-
-
-def forget_known() -> None:
-    """Look at every optimizer again: other parameters have been sharded."""
-    _known.clear()
 
 
 def cut_whole_state(optimizer: Optimizer, *_: Any) -> None:
@@ -79,26 +77,20 @@ def cut_whole_state(optimizer: Optimizer, *_: Any) -> None:
     for param, state in optimizer.state.items():
         if isinstance(param, ShardedTensor):
             for name, value in state.items():
-                leaves = list(_tensors_in(value))
+                leaves = list(iter_tensors(value, depth=0))
                 _check_has_values(optimizer, leaves, name, param)
                 is_number = param.ndim == 0 and name in numbers
                 if not is_number and any(_is_whole(leaf, param) for leaf in leaves):
-                    state[name] = _cut(value, name, param)
+                    state[name] = map_leaves(value, functools.partial(_cut, param, name))
 
 
-def _cut(value: Any, name: str, param: ShardedTensor) -> Any:
-    def cut(leaf: Any) -> Any:
-        return cut_whole(leaf, param, name) if _is_whole(leaf, param) else leaf
-
-    return map_leaves(value, cut)
+def _cut(param: ShardedTensor, name: str, leaf: Any) -> Any:
+    return cut_whole(leaf, param, name) if _is_whole(leaf, param) else leaf
 
 
 def _is_whole(leaf: Any, param: ShardedTensor) -> bool:
-    return (
-        isinstance(leaf, Tensor)
-        and not isinstance(leaf, ShardedTensor)
-        and leaf.shape == param.shape
-    )
+    is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, ShardedTensor)
+    return is_plain and leaf.shape == param.shape
 
 
 def _numbers(optimizer: Optimizer) -> set[str]:
@@ -112,13 +104,6 @@ def _numbers(optimizer: Optimizer) -> set[str]:
         if getattr(param, "ndim", 0) > 0:
             found |= {n for n, v in state.items() if isinstance(v, Tensor) and v.ndim == 0}
     return found
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    found: list[Tensor] = []
-    if isinstance(value, (Tensor, dict, list, tuple)):
-        map_leaves(value, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
-    yield from found
 
 
 def _check_has_values(
@@ -174,27 +159,26 @@ def known_groups() -> list[ParamGroup]:
 def watch_optimizers() -> None:
     """Look at optimizers from now on, and again at all of them: parameters were sharded."""
     global _is_installed  # noqa: PLW0603 - torch's hook is of the process, too
-    forget_known()
+    _known.clear()
     _looked_at.clear()
     if not _is_installed:
-        register_optimizer_step_pre_hook(cut_whole_state)
-        register_optimizer_step_pre_hook(_look)
-        register_optimizer_step_pre_hook(_average_losses)
-        register_optimizer_step_pre_hook(begin_step)
-        register_optimizer_step_post_hook(end_step)
-        register_optimizer_step_post_hook(note_step)
+        for before in (cut_whole_state, _look, _average_losses, begin_step):
+            register_optimizer_step_pre_hook(before)
+        for after in (end_step, note_step):
+            register_optimizer_step_post_hook(after)
         _is_installed = True
 
 
 def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warn at the first step that finds gradients; called by torch before each step."""
     number = sum(len(each["params"]) for each in optimizer.param_groups)
+    has_closure = len(args) > 1 or bool(kwargs)  # Which would make gradients.
     if _looked_at.get(optimizer) == number:  # Else `add_param_group` was called since.
         first = next((param for each in optimizer.param_groups for param in each["params"]), None)
-        if first is not None and first.grad is None and len(args) < 2 and not kwargs:  # noqa: PLR2004
+        if first is not None and first.grad is None and not has_closure:
             _warn_of_unsynced(optimizer)
         return
-    params = [param for each in optimizer.param_groups for param in each["params"]]
+    params = _params_of(optimizer)
     _refuse_unsharded(optimizer, params)
     _refuse_compiled(optimizer, params)
     if any(param.grad is not None for param in params):
@@ -202,9 +186,9 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         _warn_of_plain(params)
         _warn_of_left_out(params)
         _warn_of_copies(params)
-    elif len(args) < 2 and not kwargs:  # noqa: PLR2004 - no closure, which would make gradients
+    elif not has_closure:
         _warn_of_unsynced(optimizer)
-        name = _trained_elsewhere()
+        name = next((e.name for e in _known_entries() if e.param.grad is not None), None)
         if name is not None:
             _looked_at[optimizer] = number
             warnings.warn(
@@ -232,8 +216,7 @@ def _average_losses(
     if not isinstance(optimizer, torch.optim.LBFGS):
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    params = [param for each in optimizer.param_groups for param in each["params"]]
-    sharded = [param for param in params if isinstance(param, ShardedTensor)]
+    sharded = [param for param in _params_of(optimizer) if isinstance(param, ShardedTensor)]
     if closure is None or not sharded:
         return None
     for param in sharded:
@@ -321,7 +304,10 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
     plain = [
         param
         for param in params
-        if param.grad is not None and not isinstance(param, ShardedTensor) and not _is_known(param)
+        if param.grad is not None
+        and not isinstance(param, ShardedTensor)
+        and id(param) not in _ignored
+        and tensor_parallel_of(param) is None
     ]
     averaged = _averaged_by_ddp() if plain else set()
     plain = [param for param in plain if id(param) not in averaged]
@@ -347,12 +333,10 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
 
 def _warn_of_unsynced(optimizer: Optimizer) -> None:
     """Warn of a step that moves nothing: all gradients wait to be synced."""
-    groups = optimizer.param_groups
-    if any(param.grad is not None for each in groups for param in each["params"]):
+    params = _params_of(optimizer)
+    if optimizer in _told_of_sync or any(param.grad is not None for param in params):
         return
-    if optimizer in _told_of_sync:
-        return
-    held = {id(param) for each in groups for param in each["params"]}
+    held = set(map(id, params))
     waiting = [group for group in _groups if group.gradients.buffer_nbytes]
     entries = [entry for group in waiting for b in group.buckets for entry in b.entries]
     name = next((entry.name for entry in entries if id(entry.param) in held), None)
@@ -372,7 +356,12 @@ def _warn_of_left_out(params: Sequence[Any]) -> None:
     sharded = [param for param in params if isinstance(param, ShardedTensor)]
     used = {name for param in sharded for name in param.device_mesh.mesh_dim_names or ()}
     for param in sharded:
-        names = [n for n in param.device_mesh.left_out if n not in used and _has_copies(n.lower())]
+        unused = (name for name in param.device_mesh.left_out if name not in used)
+        names = [
+            name
+            for name in unused
+            if _DATA_PARALLEL.search(name.lower()) or not _NO_COPIES.match(name.lower())
+        ]
         if not names or param.spec.tensor_parallel is not None or _averaged_by_ddp():
             continue
         own = ", ".join(map(repr, param.device_mesh.mesh_dim_names or ()))
@@ -412,33 +401,19 @@ def _warn_of_copies(params: Sequence[Any]) -> None:
         )
 
 
-def _has_copies(axis: str) -> bool:
-    return bool(_DATA_PARALLEL.search(axis)) or not _NO_COPIES.match(axis)
-
-
-def _is_known(param: Any) -> bool:
-    """Whether it is meant to be outside: ignored by the user, or of tensor parallelism."""
-    return id(param) in _ignored or tensor_parallel_of(param) is not None
-
-
 def _averaged_by_ddp() -> set[int]:
     """Return the ids of parameters that DDP averages, or `replicate`, which makes a DDP."""
     ddps = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
     return {id(param) for ddp in ddps for param in nn.Module.parameters(ddp)}
 
 
-def _trained_elsewhere() -> str | None:
-    """Return the name of a parameter that a group holds and that has a gradient."""
-    return next(
-        (
-            entry.name
-            for group in _groups
-            for bucket in group.buckets
-            for entry in bucket.entries
-            if entry.param.grad is not None
-        ),
-        None,
-    )
+def _params_of(optimizer: Optimizer) -> list[Any]:
+    return [param for each in optimizer.param_groups for param in each["params"]]
+
+
+def _known_entries() -> Iterator[ParamEntry]:
+    """Yield the parameters of groups that are trained in this process."""
+    return (entry for group in _groups for bucket in group.buckets for entry in bucket.entries)
 
 
 def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
@@ -446,20 +421,15 @@ def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
     wanted = {id(param) for param in params}
     found = nn.Module()
     best: dict[int, str] = {}
-    size = 0
+    best_rank = (0, 0)
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module):
             continue
         names = {id(param): name for name, param in nn.Module.named_parameters(module)}
-        rank, best_rank = (
-            (len(wanted & names.keys()), len(names)),
-            (len(wanted & best.keys()), size),
-        )
-        if not rank[0]:
-            continue
-        is_around = rank == best_rank and best and any(each is found for each in module.modules())
-        if rank > best_rank or is_around:
-            found, best, size = module, names, len(names)
+        rank = len(wanted & names.keys()), len(names)
+        is_around = rank == best_rank and any(each is found for each in module.modules())
+        if rank[0] and (rank > best_rank or is_around):
+            found, best, best_rank = module, names, rank
     return found, [
         repr(best[id(param)]) if id(param) in best else f"a parameter of shape {tuple(param.shape)}"
         for param in params
