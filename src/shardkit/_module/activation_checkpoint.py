@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -105,41 +106,28 @@ class SavedOperators:
 
     def contexts(self) -> tuple[Any, Any]:
         """Return contexts of one forward and of its repetition."""
-        if self.decide is not None:
-            first, again = create_selective_checkpoint_contexts(self.decide)
-            return first, again
-        calls = _Calls(self)
-        first, again = create_selective_checkpoint_contexts(calls.decide)
-        return first, calls.from_the_beginning(again)
+        calls = itertools.count()
+        name_of = functools.cache(torch_tensors.operator_name)
 
+        def decide(
+            _: SelectiveCheckpointContext, operator: Any, *__: Any, **___: Any
+        ) -> CheckpointPolicy:
+            """Say whether the output of this call is kept; torch <= 2.9 asks when repeated, too."""
+            name = name_of(operator)
+            keep = name in self.names
+            if name in self.counted:
+                keep = next(calls) % self.every == 0
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-class _Calls:
-    """Counts the calls of one forward, and again those of its repetition."""
+        @contextlib.contextmanager
+        def from_the_beginning(context: Any) -> Iterator[None]:
+            nonlocal calls
+            calls = itertools.count()
+            with context:
+                yield
 
-    def __init__(self, saved: SavedOperators) -> None:
-        self._saved = saved
-        self._num_calls = 0
-        self._names: dict[Any, str] = {}
-
-    @contextlib.contextmanager
-    def from_the_beginning(self, context: Any) -> Iterator[None]:
-        """Enter a context of a repetition."""
-        self._num_calls = 0
-        with context:
-            yield
-
-    def decide(
-        self, _: SelectiveCheckpointContext, operator: Any, *__: Any, **___: Any
-    ) -> CheckpointPolicy:
-        """Say whether the output of this call is kept; torch <= 2.9 asks in the repetition too."""
-        name = self._names.get(operator)
-        if name is None:
-            name = self._names[operator] = torch_tensors.operator_name(operator)
-        keep = name in self._saved.names
-        if name in self._saved.counted:
-            keep = self._num_calls % self._saved.every == 0
-            self._num_calls += 1
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        first, again = create_selective_checkpoint_contexts(self.decide or decide)
+        return first, from_the_beginning(again)
 
 
 # --- checkpointed forwards ------------------------------------------------------------------------
