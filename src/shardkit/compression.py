@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._params.bucket import Bucket
+    from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import AllReduce, GradientPiece, SumAxis
 
@@ -64,12 +65,12 @@ def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
             f"Call it on the outermost one."
         )
         raise StateError(msg)
-    modules = [m for m in sharded.modules() if isinstance(m, FSDPModule)]
-    replicated = [
-        module
-        for module in modules
-        if any(group.replicates for group in groups_in(module, recurse=False))
-    ]
+    replicated = {
+        module: group
+        for module in sharded.modules()
+        for group in groups_in(module, recurse=False)
+        if group.replicates
+    }
     if not replicated and hook is not None:
         msg = (
             f"compress_gradients: no group of this {type(model).__name__} has a replicate axis. "
@@ -78,7 +79,7 @@ def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
         )
         raise StateError(msg)
     if isinstance(hook, PowerSGD):
-        groups = [group for module in replicated for group in groups_in(module, recurse=False)]
+        groups = [*replicated.values()]
         state.name_params(groups, [state.module])
         hook.bind(groups)
     for module in replicated:
@@ -150,17 +151,17 @@ class LossScale:
         may_skip: Whether steps are skipped where gradients overflow.
     """
 
-    def __init__(self, source: float | torch.amp.GradScaler) -> None:
-        number = float(source) if isinstance(source, int | float) else None
-        if not (hasattr(source, "is_enabled") if number is None else 0.0 < number < math.inf):
+    def __init__(self, source: Any) -> None:
+        is_number = isinstance(source, int | float)
+        if not (0.0 < source < math.inf if is_number else hasattr(source, "is_enabled")):
             msg = (
                 f"set_loss_scale takes a GradScaler, or a finite number above 0, got {source!r}. "
                 f"Where the loss is not scaled, pass 1.0."
             )
             raise StateError(msg)
-        self._scaler = None if isinstance(source, int | float) else source
+        self._scaler = None if is_number else source
         self._growth = 0
-        self.value = 1.0 if number is None else number
+        self.value = float(source) if is_number else 1.0
         self.may_skip = self._scaler is not None and self._scaler.is_enabled()
         self.read()
 
@@ -236,14 +237,11 @@ def find_matrices(
     return result
 
 
-def rest_of(matrices: Sequence[Matrix], numel: int) -> list[tuple[int, int]]:
-    """Return the ranges of [0, numel) that are in no matrix."""
-    ranges, at = [], 0
-    for matrix in sorted(matrices, key=lambda each: each.start):
-        if matrix.start > at:
-            ranges.append((at, matrix.start))
-        at = matrix.stop
-    return [*ranges, (at, numel)] if at < numel else ranges
+def rest_of(matrices: Sequence[Matrix], flat: Tensor) -> list[Tensor]:
+    """Return the parts of a range that are in no matrix; these are in order."""
+    starts = [0, *(matrix.stop for matrix in matrices)]
+    stops = [*(matrix.start for matrix in matrices), flat.numel()]
+    return [flat[a:b] for a, b in zip(starts, stops, strict=True) if a < b]
 
 
 def random_factor(matrix: Matrix, seed: int, iteration: int, like: Tensor) -> Tensor:
@@ -472,12 +470,11 @@ class PowerSGD:
         matrices: list[Matrix] = []
         if state.iteration > self._start_after and tensor.is_floating_point():
             matrices = find_matrices(pieces, self._rank, self._min_rate)
-        rest = [tensor[slice(*each)] for each in rest_of(matrices, tensor.numel())]
-        if (
-            pieces[0].name not in self._wires
-        ):  # In what gradients cross the axis where they are not compressed.
+        if pieces[0].name not in self._wires:
+            # In what gradients cross the axis where they are not compressed.
             self._wires = {b.entries[0].name: b.plan.reduce_dtype for b in self._buckets()}
-        _sum_parts(rest, axis, self._wires.get(pieces[0].name, tensor.dtype))
+        dtype = self._wires.get(pieces[0].name, tensor.dtype)
+        _sum_parts(rest_of(matrices, tensor), axis, dtype)
         if matrices:
             self._sum_matrices(state, matrices, tensor, axis, unit)
 
@@ -558,18 +555,15 @@ class PowerSGD:
         self._check_bound()
         if self._scale.may_skip:
             self._read_scale()
-        error: dict[str, Tensor] = {}
-        for bucket in self._buckets():
-            if self._use_error_feedback:
-                error |= self._total_error(bucket)
+        buckets = self._buckets() if self._use_error_feedback else ()
         return {
             "iteration": max((state.iteration for state in self._states.values()), default=0),
-            "error": error,
+            "error": {name: error for b in buckets for name, error in self._total_error(b)},
             "second_factors": self._all_seconds(),
         }
 
     @torch.no_grad()
-    def _total_error(self, bucket: Bucket) -> dict[str, Tensor]:
+    def _total_error(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         store, plan = bucket.store, bucket.plan
         state = self._states.get(bucket.entries[0].name)
         dtype = torch.promote_types(plan.reduce_dtype, torch.float32)
@@ -581,23 +575,19 @@ class PowerSGD:
             assert plan.replicate_axis is not None
             plan.replicate_axis.all_reduce(total, "sum")
             total = total.to(plan.home_device)
-        return {
-            entry.name: ShardedTensor(store.piece(total, index), store.specs[index])
-            for index, entry in enumerate(bucket.entries)
-            if entry.param.ndim > 1
-        }
+        return [
+            (entry.name, ShardedTensor(store.piece(total, index), store.specs[index]))
+            for index, entry in _with_matrices(bucket)
+        ]
 
     def _all_seconds(self) -> dict[str, dict[str, Tensor]]:
         """Return the second factors of all ranks of shard axes, by parameter and rank."""
         result: dict[str, dict[str, Tensor]] = {}
         axes = (bucket.plan.axis for group in self._groups for bucket in group.buckets)
         for axis in dict.fromkeys(axes):
-            own = {
-                name: second.cpu()
-                for bucket in self._buckets()
-                if bucket.plan.axis is axis and bucket.entries[0].name in self._states
-                for name, second in self._states[bucket.entries[0].name].seconds.items()
-            }
+            names = (b.entries[0].name for b in self._buckets() if b.plan.axis is axis)
+            states = (self._states[name] for name in names if name in self._states)
+            own = {name: second.cpu() for s in states for name, second in s.seconds.items()}
             for rank, seconds in enumerate(axis.exchange(own)):
                 for name, second in seconds.items():
                     result.setdefault(name, {})[f"{rank} of {axis.size}"] = second
@@ -618,17 +608,13 @@ class PowerSGD:
         self._check_bound()
         states: dict[str, BucketState] = {}
         error, seconds = state["error"], state["second_factors"]
-        params = {
-            entry.name: tuple(entry.param.shape)
-            for bucket in self._buckets()
-            for entry in bucket.entries
-            if entry.param.ndim > 1
-        }
-        if self._use_error_feedback and error:
-            _check_names(error, params)
+        has_error = self._use_error_feedback and bool(error)
+        if has_error:
+            entries = (e for bucket in self._buckets() for _, e in _with_matrices(bucket))
+            _check_names(error, {entry.name: tuple(entry.param.shape) for entry in entries})
         for bucket in self._buckets():
             own = states[bucket.entries[0].name] = BucketState(int(state["iteration"]))
-            if self._use_error_feedback and error:
+            if has_error:
                 own.error = self._cut_error(bucket, error)
             key = f"{bucket.plan.axis.rank} of {bucket.plan.axis.size}"
             for entry in bucket.entries:
@@ -644,16 +630,14 @@ class PowerSGD:
         assert plan.replicate_axis is not None
         dtype = torch.promote_types(plan.reduce_dtype, torch.float32)
         result = torch.zeros(store.layout.shard_numel, dtype=dtype, device=plan.device)
-        for index, entry in enumerate(bucket.entries):
-            if entry.param.ndim < 2:  # noqa: PLR2004 - never compressed
-                continue
+        for index, entry in _with_matrices(bucket):
             value, spec = saved[entry.name], store.specs[index]
-            if isinstance(value, ShardedTensor) and not value.spec.same_cut(spec):
-                value = value.full_tensor()
-            is_cut = isinstance(value, ShardedTensor)
-            store.piece(result, index).copy_(
-                value.to_local() if is_cut else spec.slice_full(value)  # type: ignore[attr-defined]
-            )
+            if isinstance(value, ShardedTensor):
+                is_cut = value.spec.same_cut(spec)
+                piece = value.to_local() if is_cut else spec.slice_full(value.full_tensor())
+            else:
+                piece = spec.slice_full(value)
+            store.piece(result, index).copy_(piece)
         return result.div_(plan.replicate_axis.size)
 
     def _buckets(self) -> Iterator[Bucket]:
@@ -671,6 +655,11 @@ class PowerSGD:
                 "shardkit.compression.compress_gradients(model, hook) first."
             )
             raise StateError(msg)
+
+
+def _with_matrices(bucket: Bucket) -> Iterator[tuple[int, ParamEntry]]:
+    """Yield the parameters that may be compressed, and their positions."""
+    return ((i, entry) for i, entry in enumerate(bucket.entries) if entry.param.ndim > 1)
 
 
 def _sum_parts(parts: Sequence[Tensor], axis: SumAxis, dtype: torch.dtype) -> None:
