@@ -18,28 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ScheduleOptions:
-    """What users chose, by group number; may change between passes.
+    """What users chose, by group number; may change between passes."""
 
-    Attributes:
-        no_reshard_after_forward: Groups that are not resharded after forward.
-        several_modules: Groups of more than one module: not given back between them in backward
-            either.
-        no_reshard_after_backward: Groups that are not resharded after backward.
-        no_unshard_in_backward: Groups whose parameters backward does not need.
-        prefetch_in_forward: Whether forward gathers ahead.
-        prefetch_in_backward: Moment when backward gathers ahead.
-        next_in_forward: Groups to gather when a group is entered, instead of what came next in the
-            last pass.
-        next_in_backward: Groups to gather when a group is entered in backward.
-    """
-
+    # Groups that are not resharded after forward.
     no_reshard_after_forward: set[int] = field(default_factory=set)
+    # Groups of more than one module: not given back between them in backward either.
     several_modules: set[int] = field(default_factory=set)
+    # Groups that are not resharded after backward.
     no_reshard_after_backward: set[int] = field(default_factory=set)
+    # Groups whose parameters backward does not need.
     no_unshard_in_backward: set[int] = field(default_factory=set)
-    prefetch_in_forward: bool = True
+    prefetch_in_forward: bool = True  # Whether forward gathers ahead.
+    # Moment when backward gathers ahead.
     prefetch_in_backward: BackwardPrefetch = BackwardPrefetch.PRE
+    # Groups to gather when a group is entered, instead of what came next in the last pass.
     next_in_forward: dict[int, list[int]] = field(default_factory=dict)
+    # Groups to gather when a group is entered in backward.
     next_in_backward: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -111,40 +105,25 @@ class Memory(enum.Enum):
 
 @dataclass(slots=True)
 class GroupState:
-    """Where one group is in a step; its `repr` is what to print first when a step goes wrong.
+    """Where one group is in a step; its `repr` is what to print first when a step goes wrong."""
 
-    Attributes:
-        number: Number of the group.
-        memory: Whether it has unsharded memory.
-        num_forwards: Number of forwards that are under way, one within another.
-        in_recompute: Whether a forward runs again inside backward.
-        in_backward: Whether backward is inside one of its forwards.
-        is_user_held: Whether the user called `unshard`.
-        is_lent: Whether it stays user-held until `reshard`, through forwards and backwards.
-        has_unseen_backward: Whether a forward ended whose backward nobody will report.
-        awaits_other_modules: Whether others of its modules have not run in this pass.
-        rests_after_backward: Whether it stays after backward, as the user chose.
-        num_expected: Number of gradients that come if this backward uses every parameter.
-        num_arrived: Number of gradients that came in this backward.
-        num_watched: Number of forwards that backward is inside of, and that report when it leaves.
-        is_complete: Whether this backward brings no more gradients.
-        modules_run: Modules of the group that ran in this pass, by position.
-    """
-
-    number: int
-    memory: Memory = Memory.FREED
-    num_forwards: int = 0
-    in_recompute: bool = False
-    in_backward: bool = False
-    is_user_held: bool = False
+    number: int  # Number of the group.
+    memory: Memory = Memory.FREED  # Whether it has unsharded memory.
+    num_forwards: int = 0  # Number of forwards that are under way, one within another.
+    in_recompute: bool = False  # Whether a forward runs again inside backward.
+    in_backward: bool = False  # Whether backward is inside one of its forwards.
+    is_user_held: bool = False  # Whether the user called `unshard`.
+    # Whether it stays user-held until `reshard`, through forwards and backwards.
     is_lent: bool = False
-    has_unseen_backward: bool = False
-    awaits_other_modules: bool = False
-    rests_after_backward: bool = False
-    num_expected: int = 0
-    num_arrived: int = 0
+    has_unseen_backward: bool = False  # Whether a forward ended whose backward nobody will report.
+    awaits_other_modules: bool = False  # Whether others of its modules have not run in this pass.
+    rests_after_backward: bool = False  # Whether it stays after backward, as the user chose.
+    num_expected: int = 0  # Number of gradients that come if this backward uses every parameter.
+    num_arrived: int = 0  # Number of gradients that came in this backward.
+    # Number of forwards that backward is inside of, and that report when it leaves.
     num_watched: int = 0
-    is_complete: bool = False
+    is_complete: bool = False  # Whether this backward brings no more gradients.
+    # Modules of the group that ran in this pass, by position.
     modules_run: set[int] = field(default_factory=set)
 
     # --- memory ---
@@ -311,14 +290,14 @@ class PendingBackwards:
             group: The group.
             in_pass: Pass of that forward. None: not known, the last one that it is on.
         """
-        number = self._number_of(group) if in_pass is None else in_pass
+        number = self._number_of(group, in_pass)
         if number is not None:
             self._reached.add(number)
             self._inside.append((number, group))
 
     def remove(self, group: int, in_pass: int | None) -> None:
         """Backward is done with the group's last forward in a pass, as given to `reach`."""
-        number = self._number_of(group) if in_pass is None else in_pass
+        number = self._number_of(group, in_pass)
         if number is not None:
             self._forget(number, group)
             if (number, group) in self._inside:
@@ -347,13 +326,11 @@ class PendingBackwards:
         """Whether any forward of the pass that began last may have a backward."""
         return bool(self._last)
 
-    def awaits(self, group: int) -> bool:
-        """Whether any forward of the group may still have a backward."""
+    def awaits(self, group: int, in_pass: int | None = None) -> bool:
+        """Whether any forward of the group, or one in a pass, may still have a backward."""
+        if in_pass is not None:
+            return group in self._passes.get(in_pass, ())
         return any(group in groups for groups in self._passes.values())
-
-    def awaits_in(self, group: int, in_pass: int | None) -> bool:
-        """Whether one of a pass may; None: of any."""
-        return self.awaits(group) if in_pass is None else group in self._passes.get(in_pass, ())
 
     def before(self, group: int, in_pass: int | None) -> Iterator[int]:
         """Yield the groups whose forwards ended before the group's last one, nearest first.
@@ -375,18 +352,18 @@ class PendingBackwards:
             if in_pass is not None and not found:
                 return
 
-    def _number_of(self, group: int) -> int | None:
-        """Return the last pass that the group is on."""
+    def _number_of(self, group: int, in_pass: int | None) -> int | None:
+        """Return a pass; where it is not known, the last one that the group is on."""
+        if in_pass is not None:
+            return in_pass
         on = (number for number in reversed(self._passes) if group in self._passes[number])
         return next(on, None)
 
     def _forget(self, number: int, group: int) -> None:
         """Take the last forward of a group from a pass."""
         groups = self._passes.get(number, [])
-        for position in range(len(groups) - 1, -1, -1):
-            if groups[position] == group:
-                del groups[position]
-                break
+        if group in groups:
+            del groups[len(groups) - 1 - groups[::-1].index(group)]
 
 
 # --- the order of reductions ----------------------------------------------------------------------
@@ -438,7 +415,11 @@ class ReduceOrder:
         if group in self._issued or group not in self._waiting:
             return [group]
         self._complete.add(group)
-        return self._issue_complete()
+        ready = []
+        while self._waiting and self._waiting[0] in self._complete:
+            ready.append(self._waiting.pop(0))
+        self._issued.update(ready)
+        return ready
 
     def end_backward(self) -> list[int]:
         """The engine is done; return the rest, in order."""
@@ -455,14 +436,6 @@ class ReduceOrder:
         """Forget everything after an exception."""
         self.cancel()
         self._entered.clear()
-
-    def _issue_complete(self) -> list[int]:
-        ready = []
-        while self._waiting and self._waiting[0] in self._complete:
-            group = self._waiting.pop(0)
-            self._issued.add(group)
-            ready.append(group)
-        return ready
 
 
 # --- gathers and frees ----------------------------------------------------------------------------
@@ -707,11 +680,9 @@ class UnshardSchedule:
         group = state.number
         if self._hold or state.num_forwards or state.is_lent or group not in self._live:
             return []
-        has_modules_left = group in self.options.several_modules and self._pending.awaits_in(
-            group, in_pass
-        )
-        state.awaits_other_modules = has_modules_left
-        if has_modules_left:
+        has_modules = group in self.options.several_modules
+        state.awaits_other_modules = has_modules and self._pending.awaits(group, in_pass)
+        if state.awaits_other_modules:
             return []
         if not is_last and self._pending.awaits(group):
             return self._trim_spare()
@@ -794,10 +765,8 @@ class UnshardSchedule:
         """Gather the nearest that follow: as deep as is asked for, or a batch of small ones."""
         if self.prefetch_depth == 0:
             return []
-        may_batch = bool(self.batch_nbytes)
-        for state in self._live.values():
-            if state.memory is Memory.PREFETCHED:
-                may_batch = False
+        is_ahead = any(state.memory is Memory.PREFETCHED for state in self._live.values())
+        may_batch = self.batch_nbytes > 0 and not is_ahead
         # As many as are looked at: this runs for each group, forward and backward.
         longest = max(self.prefetch_depth, _MAX_BATCH) if may_batch else self.prefetch_depth
         candidates = self._nearest(following, longest)

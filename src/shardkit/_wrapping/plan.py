@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import graphlib
+import itertools
 import math
+import operator
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -182,10 +184,7 @@ class PlannedTraffic:
 
     def __add__(self, other: PlannedTraffic) -> PlannedTraffic:
         """Return the sum."""
-        names = [field.name for field in fields(self)]
-        return PlannedTraffic(
-            **{name: getattr(self, name) + getattr(other, name) for name in names}
-        )
+        return PlannedTraffic(*map(operator.add, astuple(self), astuple(other)))
 
     def __str__(self) -> str:
         """Return it in words."""
@@ -223,11 +222,12 @@ def table(groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]) -> lis
     """Return the lines of a table of groups; neighbours that differ in a number are one line."""
     rows = [("group", "parameters", "bytes", "padding", "gathered", "reduced", "arguments")]
     common = shared_arguments(groups)
-    for same in _runs(groups, traffic):
-        (first, cost), count = same[0], len(same)
+    for _, run in itertools.groupby(zip(groups, traffic, strict=True), _kind_of):
+        same = [*run]
+        first, cost = same[0]
         name = first.name
-        if count > 1:
-            name = f"{count} x {name} ... {same[-1][0].name}"
+        if len(same) > 1:
+            name = f"{len(same)} x {name} ... {same[-1][0].name}"
         gathers, reduced = cost.all_gathers, cost.reduced_nbytes + cost.all_reduced_nbytes
         rows.append(
             (
@@ -240,35 +240,19 @@ def table(groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]) -> lis
                 ", ".join(text for text in _shown_arguments(first) if text not in common),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [_line(row, widths) for row in rows]
+    first, *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in widths), "{}"])
+    return [line.format(*row).rstrip() for row in rows]
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *numbers, last = row
-    cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False)]
-    return "  ".join([first.ljust(widths[0]), *cells, last]).rstrip()
-
-
-def _runs(
-    groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]
-) -> list[list[tuple[GroupPlan, PlannedTraffic]]]:
-    """Return neighbours together whose names are equal but for a number, and all else as well."""
-    runs: list[list[tuple[GroupPlan, PlannedTraffic]]] = []
-    before = None
-    for pair in zip(groups, traffic, strict=True):
-        group, cost = pair
-        key = (
-            tuple(_NUMBER.sub("#", name) for name in group.names),
-            (group.kinds, group.numel, group.nbytes, group.padding_nbytes, group.is_offloaded),
-            (cost, tuple(_shown_arguments(group))),
-        )
-        if key == before:
-            runs[-1].append(pair)
-        else:
-            runs.append([pair])
-        before = key
-    return runs
+def _kind_of(pair: tuple[GroupPlan, PlannedTraffic]) -> tuple[Any, ...]:
+    """Return what neighbours in one line have alike: all but a number in their names."""
+    group, cost = pair
+    return (
+        tuple(_NUMBER.sub("#", name) for name in group.names),
+        (group.kinds, group.numel, group.nbytes, group.padding_nbytes, group.is_offloaded),
+        (cost, tuple(_shown_arguments(group))),
+    )
 
 
 def shared_arguments(groups: Sequence[GroupPlan]) -> list[str]:
@@ -819,12 +803,8 @@ def _prepared(
             f"{type(module).__name__}. Return the module, another one for its place, or None."
         )
         raise WrapError(msg)
-    places = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent._modules.items()  # noqa: SLF001 - keeps places of a shared one apart
-        if child is module
-    ]
-    for parent, name in places:
-        setattr(parent, name, result)
+    for parent in [*model.modules()]:
+        for name, child in [*parent._modules.items()]:  # noqa: SLF001 - with all places of a shared one
+            if child is module:
+                setattr(parent, name, result)
     return result
