@@ -284,12 +284,7 @@ class PendingBackwards:
         self._last.append(group)
 
     def reach(self, group: int, in_pass: int | None) -> None:
-        """Backward has come to a forward of the group.
-
-        Args:
-            group: The group.
-            in_pass: Pass of that forward. None: not known, the last one that it is on.
-        """
+        """Backward has come to a forward of the group; None: its pass is not known."""
         number = self._number_of(group, in_pass)
         if number is not None:
             self._reached.add(number)
@@ -335,10 +330,8 @@ class PendingBackwards:
     def before(self, group: int, in_pass: int | None) -> Iterator[int]:
         """Yield the groups whose forwards ended before the group's last one, nearest first.
 
-        Args:
-            group: Group to look for; nothing comes if it is not on the pass.
-            in_pass: Pass, as in `reach`. Earlier passes follow: one backward may go through
-                several.
+        Nothing if it is not on the pass. Earlier passes follow: one backward may go through
+        several.
         """
         found = False
         for number in reversed(self._passes):
@@ -638,9 +631,7 @@ class UnshardSchedule:
     def enter_backward(self, group: int, in_pass: int | None = None) -> list[Action]:
         """The first gradient of a group's outputs came: gather it, then the one before it.
 
-        Args:
-            group: The group.
-            in_pass: Pass of its forward. None: not known, the last one that it is on.
+        `in_pass` is the pass of its forward; None: not known, the last one that it is on.
         """
         self._pending.reach(group, in_pass)
         state = self.states[group]
@@ -659,11 +650,8 @@ class UnshardSchedule:
     ) -> list[Action]:
         """The gradients of a group's inputs came for all that is under way.
 
-        Args:
-            group: The group.
-            in_pass: Pass, as in `enter_backward`.
-            is_last: Whether no other forward of it has its backward in this run of the engine.
-                False: not known; one that may have stays if there is room.
+        With `is_last` no other forward of it has its backward in this run of the engine. Else that
+        is not known: one that may have stays if there is room.
         """
         state = self.states[group]
         state.leave_backward()
@@ -709,12 +697,7 @@ class UnshardSchedule:
     # --- by hand ---
 
     def unshard(self, group: int, *, until_reshard: bool = False) -> list[Action]:
-        """The user asks for a group's memory; its next exit or `reshard` gives it back.
-
-        Args:
-            group: The group.
-            until_reshard: Whether only `reshard` does.
-        """
+        """The user asks for a group's memory; its next exit, or only `reshard`, gives it back."""
         state = self.states[group]
         actions = [] if group in self._live else self._gather(state)
         if state.memory is Memory.PREFETCHED:

@@ -110,11 +110,7 @@ class BackwardPrefetch(enum.Enum):
 
 
 def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
-    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is.
-
-    Raises:
-        WrapError: It is neither.
-    """
+    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if all(hasattr(policy, name) for name in _MIXED_PRECISION):
@@ -127,11 +123,7 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
 
 
 def as_offload(policy: Any) -> OffloadPolicy:
-    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is; a class as its defaults.
-
-    Raises:
-        WrapError: It is neither.
-    """
+    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is; a class as its defaults."""
     if isinstance(policy, type) and policy.__name__ in ("OffloadPolicy", "CPUOffloadPolicy"):
         policy = policy()  # The class means its defaults.
     if isinstance(policy, OffloadPolicy):
@@ -350,9 +342,6 @@ class WatchSettings:
         Args:
             changes: Values by field. Texts are read as the environment writes them.
             names: Names that the user gives to fields, for errors.
-
-        Raises:
-            StateError: A value that cannot be meant.
         """
         found = {
             field.name: _value(names.get(field.name, field.name), changes[field.name], field.type)
@@ -364,11 +353,7 @@ class WatchSettings:
 
     @classmethod
     def of_environment(cls) -> WatchSettings:
-        """Return what the environment says: ``SHARDKIT_ASK_AFTER_S``, and so on.
-
-        Raises:
-            StateError: A variable has a value that cannot be meant.
-        """
+        """Return what the environment says: ``SHARDKIT_ASK_AFTER_S``, and so on."""
         names = {field.name: f"SHARDKIT_{field.name.upper()}" for field in dataclasses.fields(cls)}
         settings = cls()
         given = {field: os.environ[name] for field, name in names.items() if name in os.environ}
@@ -377,11 +362,7 @@ class WatchSettings:
 
 
 def _value(name: str, value: Any, kind: Any) -> bool | float:
-    """Return a setting, also from its text.
-
-    Raises:
-        StateError: It cannot be meant.
-    """
+    """Return a setting, also from its text."""
     try:
         parsed: bool | float = (flag if kind == "bool" else seconds)(value)
     except NotOfKindError as error:

@@ -72,11 +72,7 @@ class SavedOperators:
 
     @classmethod
     def of(cls, operators: Operators) -> SavedOperators | None:
-        """Return what a user's choice means; None: nothing is kept.
-
-        Raises:
-            StateError: It is no such choice.
-        """
+        """Return what a user's choice means; None: nothing is kept."""
         if operators is None or isinstance(operators, cls):
             return operators
         if operators == "matmuls":

@@ -293,11 +293,7 @@ def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
 
 
 def _groups_to_show(module: nn.Module, *, recurse: bool) -> list[ParamGroup]:
-    """Return groups, and refuse parameters that belong to none of them.
-
-    Raises:
-        StateError: The group of a parameter is that of a module around this one.
-    """
+    """Return groups, and refuse parameters that belong to none of them."""
     every = list(groups_in(module, recurse=True))
     known = {id(param) for group in every for b in group.buckets for param in b.sharded}
     for name, param in module.named_parameters():
@@ -339,11 +335,7 @@ def _ranges(
 
 
 def _check_idle(module: nn.Module, groups: Iterable[ParamGroup], what: str) -> None:
-    """Refuse to show parameters that a step uses, or that cannot be shown; clean up after errors.
-
-    Raises:
-        StateError: See `summon_full_params`.
-    """
+    """Refuse to show what a step uses, or what cannot be shown; clean up after errors."""
     if torch_autograd.in_backward():
         msg = f"{what} was called in a backward. Call it between steps."
         raise StateError(msg)

@@ -169,11 +169,7 @@ def warn_of_emptied(module: nn.Module, emptied: Iterable[Emptied]) -> None:
 
 
 def check_has_values(module: nn.Module, groups: Iterable[ParamGroup]) -> None:
-    """Refuse a forward that would compute with tensors on meta, where anything is computed.
-
-    Raises:
-        StateError: There are such; it names them.
-    """
+    """Refuse a forward that would compute with tensors on meta, where anything is computed."""
     for group in groups:
         if group.mesh.backend.is_dry:
             return

@@ -61,9 +61,6 @@ def cut_whole_state(optimizer: Optimizer, *_: Any) -> None:
     All ranks must hold the same state. Nothing is sent. It is looked at once, and again after
     ``optimizer.load_state_dict``. State of other shapes stays whole: rows and columns of Adafactor,
     what LBFGS keeps of all parameters in one vector.
-
-    Raises:
-        StateError: State is on the meta device, and its parameter is not any more.
     """
     if optimizer in _known:
         return
@@ -208,9 +205,6 @@ def _average_losses(
     LBFGS decides by the loss where to look next, and when to end. With losses of its own each rank
     would decide otherwise. A loss that was averaged already stays as it is.
 
-    Raises:
-        OptimizerError: Ranks hold different parameters under one name.
-
     Cost: an all-reduce of 8 bytes on each axis of the mesh, for each call of the closure.
     """
     if not isinstance(optimizer, torch.optim.LBFGS):
@@ -271,9 +265,6 @@ def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
 
     They code the state of large parameters in blocks, or round bf16 ones at random; under `install`
     they make DTensors of rows for state of any size.
-
-    Raises:
-        OptimizerError: It is such a one, and has sharded parameters.
     """
     if not is_of_torchao(optimizer):
         return

@@ -42,11 +42,6 @@ def place_params(
 ) -> list[DeviceMesh]:
     """Set the mesh of each parameter, where it is not that of the call; return the others.
 
-    Raises:
-        WrapError: What the function returned is none of what it may return. A parameter is no
-            DTensor on the mesh that it should be on, or not replicated over the axes to shard over.
-        MeshError: Not a mesh that the parameter can lie on.
-
     Cost: two process groups per call for `Replicate()`, made once.
     """
     known = {_axes_of(mesh): mesh}
@@ -134,9 +129,6 @@ def replicated(mesh: DeviceMesh) -> DeviceMesh:
 
 def data_parallel_mesh(mesh: Any, dims: Any) -> DeviceMesh:
     """Return the mesh to shard over, of a mesh on which parameters are DTensors.
-
-    Raises:
-        MeshError: The mesh has no names, or not these.
 
     Cost: a process group for several axes that are taken as one, made once.
     """
@@ -289,12 +281,7 @@ def _not_in(item: ParamEntry, place: DeviceMesh) -> MeshError:
 
 
 def _check(place: DeviceMesh, item: ParamEntry, mesh: DeviceMesh) -> None:
-    """Refuse a mesh that makes no sense for a parameter of a call over `mesh`.
-
-    Raises:
-        MeshError: Of another device type, without this rank, of more than two axes, or for a plain
-            parameter not a part of the mesh of the call.
-    """
+    """Refuse a mesh that makes no sense for a parameter of a call over `mesh`."""
     if place.device_type != mesh.device_type:
         msg = (
             f"shard_placement_fn returned a mesh of {place.device_type!r} devices for "

@@ -199,11 +199,7 @@ def plan_runs(
     codec: Codec,
     master_dtype: torch.dtype | None,
 ) -> list[SteppedRun]:
-    """Return what stands for the parameters of one group.
-
-    Raises:
-        OptimizerError: A parameter is on meta, or its operators are traced (XLA).
-    """
+    """Return what stands for the parameters of one group."""
     runs: list[SteppedRun] = []
     stand_ins: dict[Hashable, SteppedRun] = {}
     histories = {param: _history(state.get(param, {})) for param in params}

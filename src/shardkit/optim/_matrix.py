@@ -65,11 +65,7 @@ def _matrices(stack: Tensor) -> Sequence[Tensor]:
 
 
 def _form_of_stack(entries: Sequence[Entries], lead: Sequence[int], name: str) -> Entries:
-    """Return the form of what `_stacked` makes of the state of all matrices of a parameter.
-
-    Raises:
-        OptimizerError: They have different forms or numbers.
-    """
+    """Return the form of what `_stacked` makes of the state of all matrices of a parameter."""
     first, *others = [map_leaves(each, _form_of) for each in entries]
     for other in others:
         for key in {**first, **other}:
@@ -362,11 +358,7 @@ class Batch:
         self._indices = indices
 
     def start_gradients(self) -> None:
-        """Send pieces of gradients to the owners.
-
-        Raises:
-            OptimizerError: A gradient is not sharded as its parameter.
-        """
+        """Send pieces of gradients to the owners."""
         pieces = {index: self._piece_of_gradient(index) for index in self._indices}
         self._gradients = Gathering(self._owned.group, self._indices, pieces, "gradients")
 
