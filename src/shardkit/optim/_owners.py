@@ -76,8 +76,7 @@ def assign_owners(
 
     Cost: O(M log(M N)) for M matrices on N ranks.
     """
-    start = loads if loads is not None else [0] * num_ranks
-    free = [(load, 0, rank) for rank, load in enumerate(start)]
+    free = [(load, 0, rank) for rank, load in enumerate(loads or [0] * num_ranks)]
     heapq.heapify(free)
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -110,28 +109,19 @@ def plan_batches(
     by_owner: dict[int, list[int]] = {}
     for index, owner in enumerate(owners):
         by_owner.setdefault(owner, []).append(index)
-    number = max(
-        (
-            min(len(indices), -(-sum(nbytes[i] for i in indices) // batch_nbytes))
-            for indices in by_owner.values()
-        ),
-        default=0,
-    )
-    batches: list[list[int]] = [[] for _ in range(max(number, 1))]
+    number = 1
     for indices in by_owner.values():
-        for index, place in _spread(indices, costs, len(batches)).items():
-            batches[place].append(index)
+        of_rank = -(-sum(nbytes[i] for i in indices) // batch_nbytes)
+        number = max(number, min(len(indices), of_rank))
+    batches: list[list[int]] = [[] for _ in range(number)]
+    for indices in by_owner.values():
+        weights = [max(costs[i], 1) for i in indices]
+        ends = list(itertools.accumulate(weights))
+        for index, weight, end in zip(indices, weights, ends, strict=True):
+            # By the middle of its place among the rank's costs.
+            place = int((end - weight / 2) * number / ends[-1])
+            batches[min(place, number - 1)].append(index)
     return [sorted(batch) for batch in batches if batch]
-
-
-def _spread(indices: Sequence[int], costs: Sequence[float], number: int) -> dict[int, int]:
-    """Return the batch of each of a rank's matrices: by the middle of its place among the costs."""
-    weights = [max(costs[i], 1) for i in indices]
-    ends = list(itertools.accumulate(weights))
-    return {
-        index: min(int((end - weight / 2) * number / ends[-1]), number - 1)
-        for index, weight, end in zip(indices, weights, ends, strict=True)
-    }
 
 
 # --- what is sent to owners, and back -------------------------------------------------------------
@@ -225,12 +215,8 @@ def plan_traffic(
         spread, owner = spreads[index], owners[index]
         for member in range(num_members) if owner == me else (me,):
             takes_part = of_values or spread.replicas[member] == spread.replicas[owner]
-            if member == owner or not spread.numel_of(member) or not takes_part:
-                continue
-            if owner == me:
-                mine[member].append(index)
-            else:
-                others[owner].append(index)
+            if member != owner and spread.numel_of(member) and takes_part:
+                (mine[member] if owner == me else others[owner]).append(index)
     owned, held = tuple(map(tuple, mine)), tuple(map(tuple, others))
     return Traffic(owned, held) if of_values else Traffic(held, owned)
 
@@ -271,21 +257,24 @@ class Gathering:
         Where its piece is all there is, the piece itself, viewed; else memory of their own.
         """
         group, wholes = self._group, {}
-        copies: list[tuple[Tensor, Tensor]] = []
+        segments: list[tuple[int, int, Tensor]] = []
         for index in self._indices:
             if group.owners[index] != group.me:
                 continue
             piece, shape = self._pieces[index], tuple(group.params[index].shape)
             if group.is_whole_here(index):
                 wholes[index] = piece.view(shape)
-                continue
-            wholes[index] = piece.new_empty(shape)
-            for view, part in boxes_in(group, index, group.me, wholes[index]):
-                copies.append((view, piece[part].view(view.shape)))
-        for member, index, segment in self._exchange.received():
-            for view, part in boxes_in(group, index, member, wholes[index]):
-                copies.append((view, segment[part].view(view.shape)))
-        _copy_all(copies)
+            else:
+                wholes[index] = piece.new_empty(shape)
+                segments.append((group.me, index, piece))
+        segments += self._exchange.received()
+        _copy_all(
+            [
+                (view, segment[part].view(view.shape))
+                for member, index, segment in segments
+                for view, part in boxes_in(group, index, member, wholes[index])
+            ]
+        )
         return wholes
 
 
@@ -299,7 +288,6 @@ class Scattering:
         self, group: OwnerGroup, indices: Sequence[int], wholes: Mapping[int, Tensor], of: str
     ) -> None:
         self._group = group
-        self._indices = indices
         self._wholes = wholes
         traffic = group.traffic(indices, of_values=True)
         send = [
@@ -319,14 +307,13 @@ class Scattering:
     def finish(self, pieces: Mapping[int, Tensor]) -> None:
         """Write this rank's pieces."""
         group = self._group
-        copies: list[tuple[Tensor, Tensor]] = []
-        for index in self._indices:
-            if group.owners[index] != group.me:
-                continue
-            for view, part in boxes_in(group, index, group.me, self._wholes[index]):
-                target = pieces[index][part].view(view.shape)
-                if target.data_ptr() != view.data_ptr():  # Else the whole is the piece.
-                    copies.append((target, view))
+        own = [
+            (pieces[index][part].view(view.shape), view)
+            for index in self._wholes
+            for view, part in boxes_in(group, index, group.me, self._wholes[index])
+        ]
+        # Where addresses are equal, the whole is the piece.
+        copies = [(target, view) for target, view in own if target.data_ptr() != view.data_ptr()]
         copies += [(pieces[index], segment) for _, index, segment in self._exchange.received()]
         _copy_all(copies)
 
@@ -522,7 +509,7 @@ def _make_owner_group(
     costs = [cost(tuple(param.shape)) for param in params]
     owners = assign_owners(costs, axis.size, loads)
     facts = [(p.spec.name, tuple(p.shape), str(p.dtype)) for p in params]
-    parts: list[Any] = [
+    parts = [
         HeldPart(s.start, s.stop, s.layout.shapes[s.index], s.tensor_parallel.offsets)
         if s.tensor_parallel is not None
         else None
@@ -600,9 +587,7 @@ def _places_on_axis(
 ) -> list[int]:
     """Return each member's place in its process group along an axis: those are in rank order."""
     lines: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in zip(members, coordinates, strict=True):
-        lines.setdefault((*place[:dim], *place[dim + 1 :]), []).append(rank)
-    return [
-        sorted(lines[*place[:dim], *place[dim + 1 :]]).index(rank)
-        for rank, place in zip(members, coordinates, strict=True)
-    ]
+    along = [(*place[:dim], *place[dim + 1 :]) for place in coordinates]
+    for line, rank in sorted(zip(along, members, strict=True)):
+        lines.setdefault(line, []).append(rank)
+    return [lines[line].index(rank) for line, rank in zip(along, members, strict=True)]
