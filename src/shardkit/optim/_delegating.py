@@ -9,7 +9,6 @@ of a shard (`shardkit.optim.LocalOptimizer`), or whole matrices at the ranks tha
 from __future__ import annotations
 
 import inspect
-import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass
@@ -25,64 +24,6 @@ from shardkit.optim._codecs import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-
-# --- refusals -------------------------------------------------------------------------------------
-#
-# No class says what it is, so they are known by name. Others that look at shapes, rows or norms
-# train without an error, and otherwise than on one device.
-
-_MATRIX = "it updates matrices as a whole"
-_NORM = "it scales updates by norms of whole parameters"
-_ALL = "it takes norms over all parameters"
-_REASONS = {
-    "muon": _MATRIX,
-    "adamuon": _MATRIX,
-    "shampoo": _MATRIX,
-    "soap": _MATRIX,
-    "galore": _MATRIX,
-    "psgd": _MATRIX,
-    "kron": _MATRIX,
-    "apollo": _MATRIX,
-    "adafactor": "it keeps state of rows and columns",
-    "came": "it keeps state of rows and columns",
-    "adammini": "it keeps one number for each head or row",
-    "lamb": _NORM,
-    "lars": _NORM,
-    "larc": _NORM,
-    "adamp": _NORM,
-    "sgdp": _NORM,
-    "novograd": _NORM,
-    "lbfgs": _ALL,
-    "prodigy": _ALL,
-    "dadapt": _ALL,
-    "sparseadam": "its gradients are sparse, and sharded ones are dense",
-}
-_NAME = re.compile(
-    r"^(?:distributed|pytorch|paged|fused|single|normuon)?"
-    rf"(?P<word>{'|'.join(sorted(_REASONS, key=len, reverse=True))})"
-    r"(?:adamw?|adagrad|sgd|lion|adan|v\d|\d*bit|\d+|wrapper|pure|ex|schedulefree)*$"
-)
-
-
-def refuse_class(optimizer_class: type[Optimizer], remedy: str) -> None:
-    """Refuse a class of optimizers that is known not to be elementwise."""
-    for base in optimizer_class.__mro__:
-        found = _NAME.match(base.__name__.lower().replace("_", ""))
-        if found is not None:
-            msg = (
-                f"{optimizer_class.__module__}.{optimizer_class.__name__} cannot run on pieces of "
-                f"parameters: {_REASONS[found['word']]}. {remedy}"
-            )
-            raise OptimizerError(msg)
-
-
-def refuse_norms(probe: Optimizer, remedy: str) -> None:
-    """Refuse options of bitsandbytes that clip each parameter's update by its norm."""
-    if getattr(getattr(probe, "args", None), "max_unorm", 0.0):
-        name = type(probe).__name__
-        msg = f"{name} with max_unorm cannot run on pieces of parameters: {_NORM}. {remedy}"
-        raise OptimizerError(msg)
 
 
 # --- the outer optimizer --------------------------------------------------------------------------
@@ -268,11 +209,10 @@ class DelegatingOptimizer(Optimizer, ABC):
             return True
         for param, entries in shown.items():
             known = before[param]
-            if not isinstance(entries, dict):
-                continue
-            if known.keys() != entries.keys():
-                return True
-            if any(known[name] is not value for name, value in entries.items()):
+            if isinstance(entries, dict) and (
+                known.keys() != entries.keys()
+                or any(known[name] is not value for name, value in entries.items())
+            ):
                 return True
         return self._is_written()
 
@@ -299,9 +239,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         for group, other, sent in zip(
             self.param_groups, inner.param_groups, self._sent, strict=True
         ):
-            for key, value in group.items():
-                if key in _NOT_SETTINGS:
-                    continue
+            for key, value in self._settings_of(group).items():
                 current = other.get(key)
                 if isinstance(current, Tensor) and isinstance(value, (int, float)):
                     if sent.get(key) is not value:
@@ -315,12 +253,11 @@ class DelegatingOptimizer(Optimizer, ABC):
         for group, other, sent in zip(
             self.param_groups, inner.param_groups, self._sent, strict=True
         ):
-            for key, value in other.items():
-                if key in _NOT_SETTINGS or value is sent.get(key):
-                    continue
-                if isinstance(value, Tensor) and isinstance(sent.get(key), (int, float)):
-                    continue  # Filled with that number.
-                group[key] = sent[key] = value
+            for key, value in self._settings_of(other).items():
+                before = sent.get(key)
+                is_filled = isinstance(value, Tensor) and isinstance(before, (int, float))
+                if value is not before and not is_filled:
+                    group[key] = sent[key] = value
 
     # --- state ----------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import writing_only
 from shardkit.optim._codecs import codec_of, fresh_state, is_number
-from shardkit.optim._delegating import DelegatingOptimizer, State, refuse_class, refuse_norms
+from shardkit.optim._delegating import DelegatingOptimizer, State
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,44 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardkit.optim._codecs import Codec
+
+
+# --- refusals -------------------------------------------------------------------------------------
+#
+# No class says what it is, so they are known by name. Others that look at shapes, rows or norms
+# train without an error, and otherwise than on one device.
+
+_NORM = "it scales updates by norms of whole parameters"
+_REMEDY = "Use shardkit.optim.MatrixOptimizer for optimizers of matrices, or another class."
+_REASONS = {
+    word: reason
+    for reason, words in {
+        "it updates matrices as a whole": "muon adamuon shampoo soap galore psgd kron apollo",
+        "it keeps state of rows and columns": "adafactor came",
+        "it keeps one number for each head or row": "adammini",
+        _NORM: "lamb lars larc adamp sgdp novograd",
+        "it takes norms over all parameters": "lbfgs prodigy dadapt",
+        "its gradients are sparse, and sharded ones are dense": "sparseadam",
+    }.items()
+    for word in words.split()
+}
+_NAME = re.compile(
+    r"^(?:distributed|pytorch|paged|fused|single|normuon)?"
+    rf"(?P<word>{'|'.join(sorted(_REASONS, key=len, reverse=True))})"
+    r"(?:adamw?|adagrad|sgd|lion|adan|v\d|\d*bit|\d+|wrapper|pure|ex|schedulefree)*$"
+)
+
+
+def _refuse_class(optimizer_class: type[Optimizer]) -> None:
+    """Refuse a class of optimizers that is known not to be elementwise."""
+    for base in optimizer_class.__mro__:
+        found = _NAME.match(base.__name__.lower().replace("_", ""))
+        if found is not None:
+            msg = (
+                f"{optimizer_class.__module__}.{optimizer_class.__name__} cannot run on pieces of "
+                f"parameters: {_REASONS[found['word']]}. {_REMEDY}"
+            )
+            raise OptimizerError(msg)
 
 
 # --- random numbers alike on replicas -------------------------------------------------------------
@@ -344,8 +383,6 @@ def _make_tensor(
 
 # --- the optimizer --------------------------------------------------------------------------------
 
-_REMEDY = "Use shardkit.optim.MatrixOptimizer for optimizers of matrices, or another class."
-
 
 class LocalOptimizer(DelegatingOptimizer):
     """Runs an elementwise optimizer of any package on plain 1-D tensors: what this rank holds.
@@ -405,9 +442,13 @@ class LocalOptimizer(DelegatingOptimizer):
         self._copies: list[tuple[Tensor, int]] = []
 
     def _probe(self) -> Optimizer:
-        refuse_class(self.optimizer_class, _REMEDY)
+        _refuse_class(self.optimizer_class)
         probe = super()._probe()
-        refuse_norms(probe, _REMEDY)
+        # Of bitsandbytes: it clips each parameter's update by its norm.
+        if getattr(getattr(probe, "args", None), "max_unorm", 0.0):
+            name = type(probe).__name__
+            msg = f"{name} with max_unorm cannot run on pieces of parameters: {_NORM}. {_REMEDY}"
+            raise OptimizerError(msg)
         self._codec = codec_of(probe)
         self._is_random = bool(getattr(probe, "bf16_stochastic_round", False))
         return probe
@@ -432,10 +473,9 @@ class LocalOptimizer(DelegatingOptimizer):
         if len(self._known) != len(self.param_groups):
             return True
         for group, known in zip(self.param_groups, self._known, strict=True):
-            params = group["params"]
-            if len(params) != len(known):
+            if len(group["params"]) != len(known):
                 return True
-            for param, (before, piece) in zip(params, known, strict=True):
+            for param, (before, piece) in zip(group["params"], known, strict=True):
                 if param is not before or _piece_of(param) is not piece:
                     return True
         return any(map(_is_parted, self._runs))
@@ -446,10 +486,10 @@ class LocalOptimizer(DelegatingOptimizer):
             self._bring()
             if self._is_random:
                 # In the groups, so that it is in state dicts and checkpoints.
-                counts = [group.get("num_steps", 0) for group in self.param_groups]
+                number = 1 + max(group.get("num_steps", 0) for group in self.param_groups)
                 for group in self.param_groups:
-                    group["num_steps"] = 1 + max(counts)
-                with same_random_numbers([run.tensor for run in self._runs], 1 + max(counts)):
+                    group["num_steps"] = number
+                with same_random_numbers([run.tensor for run in self._runs], number):
                     torch_autograd.step_without_global_hooks(inner)
             else:
                 torch_autograd.step_without_global_hooks(inner)

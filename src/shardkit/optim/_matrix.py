@@ -503,9 +503,8 @@ class MatrixOptimizer(DelegatingOptimizer):
         ]
         if like:
             try:
-                self.optimizer_class(
-                    [{**self._settings_of(group), "params": like}], **self._options
-                )
+                options = [{**self._settings_of(group), "params": like}]
+                self.optimizer_class(options, **self._options)
             except BaseException as error:
                 self.param_groups.pop()
                 if any(len(shape) > 2 for shape in shapes):  # noqa: PLR2004 - a matrix has two
