@@ -225,12 +225,11 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
     for item in found:
         param, mesh = item.param, item.mesh or mesh_of_group
         has_own_memory = mesh.backend.has_own_memory
-        may_be_on_host = may_be_offloaded or has_own_memory
         if has_own_memory and param.device.type == mesh.device_type:
             _check_current_device(item.name, param, mesh)
-        if param.device.type not in (mesh.device_type, "meta") and not (
-            may_be_on_host and param.device.type == "cpu"
-        ):
+        allowed = {mesh.device_type, "meta"}
+        allowed |= {"cpu"} if may_be_offloaded or has_own_memory else set()
+        if param.device.type not in allowed:
             msg = (
                 f"parameter {item.name!r} is on {param.device}, the mesh is of device type "
                 f"{mesh.device_type!r}. Move the module first: "

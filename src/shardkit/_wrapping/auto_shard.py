@@ -312,10 +312,8 @@ def _choice(
         # What is named is settled; the rest is balanced without it. The root takes what is left.
         inner = [tree.modules[name] for names in named for name in names if name]
         inside = {param for module in inner for param in module.parameters()}
-        rest = ModuleTree(tree.model, {*common["ignored_params"], *inside})
-        choice = choose(rest, None, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
-    else:
-        choice = choose(tree, policy, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
+        tree = ModuleTree(tree.model, {*common["ignored_params"], *inside})
+    choice = choose(tree, policy, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
     taken = {name for names in named for name in names}
     left = {tuple(n for n in names if n not in taken): given for names, given in choice.items()}
     left.pop((), None)
@@ -339,13 +337,15 @@ def _planned(
     assign_params(tree, ordered, ignored)
     for unit in ordered:
         own_mesh = unit.arguments.get("mesh")
-        arguments = {**common, **unit.arguments}
-        arguments["ignored_params"] = ignored | unit.left_out
-        arguments["mp_policy"] = as_mixed_precision(arguments["mp_policy"])
-        arguments["offload_policy"] = as_offload(arguments["offload_policy"])
         is_other = own_mesh is not None and not is_shape_only(mesh)
-        unit_mesh = as_device_mesh(own_mesh, device_type=mesh.device_type) if is_other else mesh
-        unit.arguments = {**arguments, "mesh": unit_mesh}
+        given = {**common, **unit.arguments}
+        unit.arguments = {
+            **given,
+            "ignored_params": ignored | unit.left_out,
+            "mp_policy": as_mixed_precision(given["mp_policy"]),
+            "offload_policy": as_offload(given["offload_policy"]),
+            "mesh": as_device_mesh(own_mesh, device_type=mesh.device_type) if is_other else mesh,
+        }
         if experts is not None and experts.is_in(unit.entries):
             _place_experts(unit, experts)
         unit.check()

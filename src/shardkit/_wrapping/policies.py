@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -358,22 +359,21 @@ def group_neighbours(sizes: Sequence[int], smallest: int) -> list[list[int]]:
         Positions by group, in order; none if all together are below `smallest`.
     """
     groups: list[list[int]] = []
-    small: list[int] = []
-    for position, size in enumerate(sizes):
-        if size < smallest:
-            small.append(position)
+    rest: list[int] = []  # In front of the first one, and too few for a group.
+    for is_small, run in itertools.groupby(range(len(sizes)), lambda i: sizes[i] < smallest):
+        found = [*run]
+        if not is_small:
+            groups += [[position] for position in found]
+            groups[0][:0] = rest
+            rest = []
             continue
-        parts = _equal_parts(small, sizes, smallest)
+        parts = _equal_parts(found, sizes, smallest)
         groups += parts
-        if small and not parts and groups:
-            groups[-1] += small
-        is_first = bool(small) and not groups
-        groups.append([*small, position] if is_first else [position])
-        small = []
-    parts = _equal_parts(small, sizes, smallest)
-    if small and not parts and groups:
-        groups[-1] += small
-    return groups + parts
+        if not parts and groups:
+            groups[-1] += found
+        elif not parts:
+            rest = found
+    return groups
 
 
 def _equal_parts(positions: list[int], sizes: Sequence[int], smallest: int) -> list[list[int]]:
@@ -641,32 +641,27 @@ def _no_split_modules(model: nn.Module) -> Collection[str]:
 
 def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
     """Choose modules of classes or their names, and of their subclasses."""
-    kinds = {each for each in classes if isinstance(each, type)}
-    names = [each for each in classes if isinstance(each, str)]
-    for each in classes:
-        if not isinstance(each, str) and not (
-            isinstance(each, type) and issubclass(each, nn.Module)
-        ):
+    candidates = [*tree.candidates()]
+    present = {own_class(module) for module in tree.modules.values()}
+    kinds: set[type] = set()
+    for each in sorted(classes, key=lambda each: isinstance(each, str)):
+        if isinstance(each, type) and issubclass(each, nn.Module):
+            kinds.add(each)
+            continue
+        if not isinstance(each, str):
             msg = f"a policy of classes holds classes of modules or their names, got {each!r}."
             raise WrapError(msg)
-    candidates = [*tree.candidates()]
-    for name in names:
-        called = {own_class(m) for m in tree.modules.values() if name in _class_names(m)}
+        called = {c for c in present if each in (c.__name__, f"{c.__module__}.{c.__qualname__}")}
         kinds |= called
         if not called:
             known = {own_class(module).__name__: None for _, module in candidates}
             msg = (
-                f"no module of this {tree.class_name} is of a class {name!r}. "
-                f"{nearest(name, known)} To choose a module by its own name, pass a mapping: "
+                f"no module of this {tree.class_name} is of a class {each!r}. "
+                f"{nearest(each, known)} To choose a module by its own name, pass a mapping: "
                 f"policy={{'layers.*': {{}}}}."
             )
             raise WrapError(msg)
     return {(path,): {} for path, module in candidates if isinstance(module, tuple(kinds))}
-
-
-def _class_names(module: nn.Module) -> tuple[str, str]:
-    cls = own_class(module)
-    return cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
 
 
 # --- by callables and by names --------------------------------------------------------------------
@@ -677,11 +672,10 @@ def _by_callable(tree: ModuleTree, policy: Callable[..., Any]) -> Choice:
     wants_name = not _takes(policy, None) and _takes(policy, "", None)
     for name, module in tree.candidates():
         answer = policy(name, module) if wants_name else policy(module)
-        if isinstance(answer, Mapping):
+        if answer is None or answer is False:
+            continue
+        if answer is True or isinstance(answer, Mapping):
             chosen[name,] = checked_arguments(answer, name)
-        elif isinstance(answer, (bool, type(None))):
-            if answer:
-                chosen[name,] = {}
         else:
             msg = (
                 f"the policy {described(policy)} returned {answer!r} for {name!r}. It may return "
