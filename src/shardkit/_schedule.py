@@ -435,18 +435,7 @@ class ReduceOrder:
 #
 # `UnshardSchedule` is a state machine: an event in, a list of actions out. The runtime carries
 # the actions out; tests compare the lists.
-#
-# Live groups (those whose unsharded memory exists) are bounded. Besides the groups in use and
-# those that are not resharded after forward there are at most `prefetch_depth` spare ones: a
-# prefetched group, or one whose use is over but whose memory nobody has needed since::
-#
-#     event                   in use    spare        actions
-#     enter_forward(root)     root      b0           GATHER root, WAIT root, PREFETCH b0
-#     enter_forward(b0)       root b0   b1           WAIT b0, PREFETCH b1
-#     exit_forward(b0)        root      b1           FREE b0
-#     ...
-#     exit_forward(b5)        root      b5           (stays: backward needs it first)
-#     enter_backward(b5)      root b5   b4           WAIT b5, PREFETCH b4
+# ARCHITECTURE.md ("When a group has memory") says what each event does, and what spare groups are.
 
 BATCH_NBYTES = 1 << 20
 """Neighbouring groups that are smaller than this together travel in one collective.

@@ -304,29 +304,8 @@ def size_policy(min_num_params: int) -> Callable[..., bool]:
 
 # --- balance --------------------------------------------------------------------------------------
 #
-# [Note: balance] Two groups are unsharded at a time, so the largest group bounds the memory. A
-# collective of N ranks sends pieces of 1/N of a group, and a piece below latency times bandwidth
-# costs the latency, whatever its size; so the smallest group bounds the efficiency. In numbers:
-#
-# - *smallest*: 128 KiB for each rank of the shard axis, but no more than an eighth of the model,
-#   and no less than 1 MiB, below which groups travel together anyway;
-# - *largest*: an eighth of the model, but no less than eight times the smallest.
-#
-# Going down from the root, the children of a ``ModuleList`` or ``Sequential`` are what is
-# grouped: they are the repeated blocks of a model, and run one after another. One above *largest*
-# is looked into for blocks of its own. Neighbours below *smallest* form groups above it, as equal
-# as can be. What is left is the root's. As long as that is more than the largest group, its
-# largest module (the embedding, the head) is split off, unless it is below *smallest* or its
-# weight is tied.
-#
-# All ranks must gather the same groups. The children of the outermost ``ModuleList`` or
-# ``ModuleDict`` are taken to run on all ranks. Inside a block code may choose among children (the
-# experts of a mixture), and each rank may choose others. So those of a ``ModuleList`` or
-# ``ModuleDict`` in a block stay with the block; if the block is a list itself, they are one
-# group.
-#
-# Only names, shapes and dtypes count: the choice is the same on all ranks, and on the meta
-# device.
+# docs/design/wrapping.md says what is chosen, and why. Only names, shapes and dtypes count: the
+# choice is the same on all ranks, and on the meta device.
 
 _PIECE_NBYTES = 128 << 10
 """Latency times bandwidth of one link: 5 us at 25 GB/s."""
@@ -393,7 +372,7 @@ def _equal_parts(positions: list[int], sizes: Sequence[int], smallest: int) -> l
 
 
 class _Balance:
-    """The balanced choice, see the note."""
+    """The balanced choice."""
 
     def __init__(self, tree: ModuleTree, policy: MixedPrecisionPolicy, num_ranks: int) -> None:
         self._tree = tree
