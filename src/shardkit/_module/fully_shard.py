@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
-from shardkit import _pickling  # noqa: F401
+from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
 from shardkit._errors import StateError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import FSDPModule, swap_class
@@ -100,8 +100,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 # --- fully_shard ----------------------------------------------------------------------------------
-
-# Lets sharded tensors be pickled, and be known to torch's functions for state dicts.
 
 
 @overload

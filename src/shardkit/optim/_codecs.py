@@ -73,12 +73,6 @@ def decode(codes: Tensor, table: Tensor, scales: Tensor, block_numel: int) -> Te
     return (flat * of_each).view(codes.shape)
 
 
-def pack_pairs(codes: Tensor) -> Tensor:
-    """Return two codes of 4 bits in each byte, the first one in the upper half."""
-    pairs = codes.view(-1, 2)
-    return (pairs[:, 0] << 4) | pairs[:, 1]
-
-
 # --- codecs ---------------------------------------------------------------------------------------
 
 _MIN_CODED_NUMEL = 4096
@@ -167,8 +161,9 @@ class SubclassCodec(Codec):
             return target.copy_(value)
         coded: Any = target
         codes, scales = encode(value, table, coded.block_size)
-        packed = pack_pairs(codes) if coded.codes.numel() < codes.numel() else codes
-        coded.codes.copy_(packed.view(coded.codes.shape))
+        if coded.codes.numel() < codes.numel():  # Of 4 bits, the first one in the upper half.
+            codes = (codes[::2] << 4) | codes[1::2]
+        coded.codes.copy_(codes.view(coded.codes.shape))
         coded.scale.copy_(scales)
         return target
 
@@ -188,7 +183,6 @@ class BitsAndBytesCodec(Codec):
             self.min_numel = probe.args.min_8bit_size
 
     def show(self, entries: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """See `Codec.show`."""
         plain = dict(entries)
         for number in (1, 2):
             qmap, absmax = plain.pop(f"qmap{number}", None), plain.pop(f"absmax{number}", None)
@@ -203,7 +197,6 @@ class BitsAndBytesCodec(Codec):
     def put(
         self, shown: Mapping[str, Any], fresh: Mapping[str, Any] | None, like: Tensor
     ) -> dict[str, Any]:
-        """See `Codec.put`."""
         assert fresh is not None
         plain: dict[str, Any] = {}
         for name, value in shown.items():
@@ -218,8 +211,7 @@ class BitsAndBytesCodec(Codec):
         return super().put(plain, fresh, like)
 
     def check(self, entries: Mapping[str, Any], like: Tensor) -> None:
-        """See `Codec.check`; tables and scales are of other shapes."""
-        of_blocks = ("qmap", "absmax")
+        of_blocks = ("qmap", "absmax")  # Tables and scales are of other shapes.
         super().check({k: v for k, v in entries.items() if not k.startswith(of_blocks)}, like)
 
 
