@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -281,60 +281,47 @@ def _numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-@dataclass(slots=True)
-class _Gradient:
-    """What a graph leaves in ``.grad``, at a fixed address; None: nothing."""
-
-    param: nn.Parameter
-    name: str
-    grad: Tensor | None
-
-
 class _Gradients:
     """Gradients of all parameters before and after a step."""
 
     def __init__(self, step: str, groups: Iterable[ParamGroup]) -> None:
         self._step = step
-        self._of = [
-            _Gradient(entry.param, entry.name, entry.param.grad)
-            for group in groups
-            for bucket in group.buckets
-            for entry in bucket.entries
-        ]
+        self._entries = [e for group in groups for bucket in group.buckets for e in bucket.entries]
         self._are_dropped = False
+        self.note_left()
 
     def note_dropped(self) -> None:
         """Note whether a step begins without the gradients that are there: it empties them."""
-        before = [each for each in self._of if each.grad is not None]
-        self._are_dropped = bool(before) and all(e.grad is not e.param.grad for e in before)
+        pairs = zip(self._entries, self._left, strict=True)
+        before = [(entry.param.grad, grad) for entry, grad in pairs if grad is not None]
+        self._are_dropped = bool(before) and all(now is not grad for now, grad in before)
 
     def empty(self) -> None:
         """Take all gradients away, before a step that empties them itself or adds to none."""
-        for each in self._of:
-            each.param.grad = None
+        for entry in self._entries:
+            entry.param.grad = None
 
     def note_left(self) -> None:
-        """Note what a step has left."""
-        for each in self._of:
-            each.grad = each.param.grad
+        """Note what a step has left, for a graph at fixed addresses."""
+        self._left = [entry.param.grad for entry in self._entries]
 
     def check(self) -> None:
         """Raise if a step would add to gradients that the graph does not know."""
-        for each in self._of:
-            found = each.param.grad
-            if found is None or (found is each.grad and self._are_dropped):
+        for entry, grad in zip(self._entries, self._left, strict=True):
+            found = entry.param.grad
+            if found is None or (found is grad and self._are_dropped):
                 continue
             msg = (
-                f"{each.name!r} has a gradient, to which {self._step} would add; the graph was "
+                f"{entry.name!r} has a gradient, to which {self._step} would add; the graph was "
                 f"captured without one. Call optimizer.zero_grad() before, or in the step."
             )
             raise StateError(msg)
 
     def show(self) -> None:
         """Set what a replay has computed."""
-        for each in self._of:
-            if each.param.grad is not each.grad:
-                each.param.grad = each.grad
+        for entry, grad in zip(self._entries, self._left, strict=True):
+            if entry.param.grad is not grad:
+                entry.param.grad = grad
 
 
 # --- what cannot be captured ----------------------------------------------------------------------

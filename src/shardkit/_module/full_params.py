@@ -275,16 +275,16 @@ def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
     _check_idle(module, groups, "apply_full")
     order: list[nn.Module] = []
     module.apply(order.append)
-    first, last = _ranges(order, groups)
+    spans = {group: _span(order, group) for group in groups}
     with contextlib.ExitStack() as stack:
         open_groups: dict[ParamGroup, contextlib.ExitStack] = {}
         for position, each in enumerate(order):
             for group in groups:
-                if first.get(group) == position:
+                if spans[group][0] == position:
                     own = open_groups[group] = stack.enter_context(contextlib.ExitStack())
                     own.enter_context(_shown(group, _Options()))
             fn(each)
-            for group in [g for g in open_groups if last[g] == position]:
+            for group in [g for g in open_groups if spans[g][1] == position]:
                 open_groups.pop(group).close()
     return module
 
@@ -316,19 +316,13 @@ def _outermost_groups(module: nn.Module) -> Iterator[ParamGroup]:
         yield from _outermost_groups(child)
 
 
-def _ranges(
-    order: list[nn.Module], groups: Iterable[ParamGroup]
-) -> tuple[dict[ParamGroup, int], dict[ParamGroup, int]]:
-    """Return the positions at which groups are first and last needed."""
-    first: dict[ParamGroup, int] = {}
-    last: dict[ParamGroup, int] = {}
-    for group in groups:
-        entries = [entry for bucket in group.buckets for entry in bucket.entries]
-        holders = {id(module) for entry in entries for module, _ in entry.sites}
-        holders |= {id(module) for module in group.modules}
-        places = [position for position, module in enumerate(order) if id(module) in holders]
-        first[group], last[group] = places[0], places[-1]
-    return first, last
+def _span(order: list[nn.Module], group: ParamGroup) -> tuple[int, int]:
+    """Return the positions at which a group is first and last needed."""
+    entries = [entry for bucket in group.buckets for entry in bucket.entries]
+    holders = {id(module) for entry in entries for module, _ in entry.sites}
+    holders |= {id(module) for module in group.modules}
+    places = [position for position, module in enumerate(order) if id(module) in holders]
+    return places[0], places[-1]
 
 
 # --- when -----------------------------------------------------------------------------------------
