@@ -469,7 +469,6 @@ class UnshardSchedule:
     Groups are numbers.
 
     Args:
-        prefetch_depth: Number of groups gathered ahead of use; 0 gathers each when it is entered.
         nbytes: Unsharded bytes of each group: small ones are prefetched several at a time, up to
             `BATCH_NBYTES`. Empty: none is small.
         is_idle: Whether no group needs memory of its own (one rank, no casts): uses are noted, and
@@ -480,10 +479,7 @@ class UnshardSchedule:
         states: Records of the groups; only the schedule changes what is said of memory.
     """
 
-    def __init__(
-        self, *, prefetch_depth: int = 1, nbytes: Sequence[int] = (), is_idle: bool = False
-    ) -> None:
-        self.prefetch_depth = prefetch_depth
+    def __init__(self, *, nbytes: Sequence[int] = (), is_idle: bool = False) -> None:
         self.batch_nbytes = BATCH_NBYTES if nbytes else 0
         self.options = ScheduleOptions()
         self._nbytes = nbytes
@@ -734,24 +730,17 @@ class UnshardSchedule:
         return [(Op.PREFETCH if ahead else Op.GATHER, state.number)]
 
     def _prefetch(self, following: Iterable[int]) -> list[Action]:
-        """Gather the nearest that follow: as deep as is asked for, or a batch of small ones."""
-        if self.prefetch_depth == 0:
-            return []
+        """Gather the next that follows, if there is room, or a batch of small ones."""
         is_ahead = any(state.memory is Memory.PREFETCHED for state in self._live.values())
         may_batch = self.batch_nbytes > 0 and not is_ahead
         # As many as are looked at: this runs for each group, forward and backward.
-        longest = max(self.prefetch_depth, _MAX_BATCH) if may_batch else self.prefetch_depth
-        candidates = self._nearest(following, longest)
-        chosen = self._batch(candidates) if may_batch else []
-        is_batch = bool(chosen)
-        if not is_batch:
-            chosen = [g for g in candidates[: self.prefetch_depth] if g not in self._live]
+        candidates = self._nearest(following, _MAX_BATCH if may_batch else 1)
+        batch = self._batch(candidates) if may_batch else []
+        chosen = batch or [group for group in candidates[:1] if group not in self._live]
         if not chosen:
             return []
-        actions = self._trim_spare(room=self.prefetch_depth if is_batch else len(chosen))
-        if not is_batch:
-            chosen = chosen[: max(self.prefetch_depth - len(self._spare()), 0)]
-        return actions + self._prefetch_all(chosen)
+        actions = self._trim_spare(room=1)
+        return actions + self._prefetch_all(chosen if batch or not self._spare() else ())
 
     def _prefetch_all(self, groups: Sequence[int]) -> list[Action]:
         """Gather these, however much it is."""
@@ -777,7 +766,7 @@ class UnshardSchedule:
         if self._hold:
             return []
         spare = self._spare()
-        surplus = len(spare) + room - max(self.prefetch_depth, 1)
+        surplus = len(spare) + room - 1
         if surplus <= 0:
             return []
         used = [state for state in spare if state.memory is not Memory.PREFETCHED]

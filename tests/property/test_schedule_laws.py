@@ -55,12 +55,11 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.by_hand: set[int] = set()
 
     @initialize(
-        prefetch_depth=st.integers(0, 3),
         kept=st.sets(groups),
         nbytes=st.one_of(st.just([]), st.lists(sizes, min_size=5, max_size=5)),
     )
-    def start(self, prefetch_depth: int, kept: set[int], nbytes: list[int]) -> None:
-        self.schedule = UnshardSchedule(prefetch_depth=prefetch_depth, nbytes=nbytes)
+    def start(self, kept: set[int], nbytes: list[int]) -> None:
+        self.schedule = UnshardSchedule(nbytes=nbytes)
         self.schedule.options.no_reshard_after_forward = kept
         self.nbytes = nbytes or [BATCH_NBYTES] * 5
 
@@ -242,10 +241,10 @@ class ScheduleMachine(RuleBasedStateMachine):
     @invariant()
     def spare_groups_are_bounded(self) -> None:
         spare = self.live - self.in_use - self.schedule.options.no_reshard_after_forward
-        assert len(spare) <= max(self.schedule.prefetch_depth, 1) or spare <= self.prefetched
+        assert len(spare) <= 1 or spare <= self.prefetched
         ahead = self.prefetched - self.in_use - self.schedule.options.no_reshard_after_forward
         ahead_nbytes = sum(self.nbytes[group] for group in ahead)
-        assert len(ahead) <= self.schedule.prefetch_depth or ahead_nbytes < BATCH_NBYTES
+        assert len(ahead) <= 1 or ahead_nbytes < BATCH_NBYTES
 
     def check_laws(self) -> None:
         self.the_schedule_knows_what_is_live()
@@ -263,16 +262,15 @@ TestSchedule.settings = settings(max_examples=200, stateful_step_count=60)
 
 @given(
     passes=st.lists(st.lists(layers, max_size=6), min_size=1, max_size=4),
-    prefetch_depth=st.integers(0, 3),
     nbytes=st.one_of(st.just([]), st.lists(sizes, min_size=5, max_size=5)),
     with_backward=st.booleans(),
 )
 def test_steps_through_other_layers_each_time(
-    passes: list[list[int]], prefetch_depth: int, nbytes: list[int], *, with_backward: bool
+    passes: list[list[int]], nbytes: list[int], *, with_backward: bool
 ) -> None:
     """What is expected next is often wrong; the laws hold and every step ends with nothing."""
     machine = ScheduleMachine()
-    machine.start(prefetch_depth=prefetch_depth, kept=set(), nbytes=nbytes)
+    machine.start(kept=set(), nbytes=nbytes)
     for order in passes:
         machine.begin_pass(with_grad=with_backward)
         for group in order:

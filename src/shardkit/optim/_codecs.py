@@ -7,6 +7,7 @@ in fp32, and coded again when they are put back. Where the blocks are the same, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -19,7 +20,7 @@ from shardkit._errors import OptimizerError
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.optim import Optimizer
 
@@ -247,12 +248,23 @@ def fresh_state(
     scratch = torch.nn.Parameter(torch.zeros_like(like))
     scratch.grad = torch.zeros_like(like)
     made = optimizer_class([{**settings, "params": [scratch]}], **options)
-    kind = like.device.type
-    devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
-    with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
+    with own_random_numbers(like.device):
         torch_autograd.step_without_global_hooks(made)
     found: dict[str, Any] = made.state[scratch]
     return found
+
+
+@contextlib.contextmanager
+def own_random_numbers(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Draw inside from a seed, if there is one, and leave the generators of users as they are."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    devices = [] if module is None else [module.current_device()]
+    with torch.random.fork_rng(devices, device_type="cuda" if module is None else device.type):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            if module is not None:
+                module.manual_seed(seed)
+        yield
 
 
 def is_number(value: object) -> bool:

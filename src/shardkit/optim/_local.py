@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ from shardkit._params.state_dicts import STATE_NUMBERS
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import writing_only
-from shardkit.optim._codecs import codec_of, fresh_state, is_number
+from shardkit.optim._codecs import codec_of, fresh_state, is_number, own_random_numbers
 from shardkit.optim._delegating import DelegatingOptimizer, State
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
 
@@ -100,19 +99,6 @@ def check_copies(params: Iterable[Any]) -> None:
                 f"LocalOptimizer(..., master_dtype=torch.float32) without bf16_stochastic_round."
             )
             raise OptimizerError(msg)
-
-
-@contextlib.contextmanager
-def same_random_numbers(params: Iterable[Any], number: int) -> Iterator[None]:
-    """Draw by the number of the step inside, so that replicas of a shard draw the same."""
-    kinds = {param.device.type for param in params} - {"cpu"}
-    kind = next(iter(kinds), "cuda")
-    devices = [torch.get_device_module(kind).current_device()] if kinds else []
-    with torch.random.fork_rng(devices, device_type=kind):
-        torch.default_generator.manual_seed(number)
-        if kinds:
-            torch.get_device_module(kind).manual_seed(number)
-        yield
 
 
 # --- runs of neighbouring pieces ------------------------------------------------------------------
@@ -489,7 +475,9 @@ class LocalOptimizer(DelegatingOptimizer):
                 number = 1 + max(group.get("num_steps", 0) for group in self.param_groups)
                 for group in self.param_groups:
                     group["num_steps"] = number
-                with same_random_numbers([run.tensor for run in self._runs], number):
+                devices = [run.tensor.device for run in self._runs]
+                device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+                with own_random_numbers(device, number):  # The same on replicas of a shard.
                     torch_autograd.step_without_global_hooks(inner)
             else:
                 torch_autograd.step_without_global_hooks(inner)

@@ -374,7 +374,7 @@ class Batch:
         """Send whole parameters, as they are now, to those who hold pieces of them."""
         owned = self._owned
         mine = {i: owned.stepped_whole(i) for i in self._indices if i in owned.wholes}
-        self._values = Scattering(self._owned.group, self._indices, mine, "values")
+        self._values = Scattering(self._owned.group, self._indices, mine)
 
     def finish_values(self) -> None:
         """Write what has come to the parameters' pieces."""

@@ -285,7 +285,7 @@ class Scattering:
     """
 
     def __init__(
-        self, group: OwnerGroup, indices: Sequence[int], wholes: Mapping[int, Tensor], of: str
+        self, group: OwnerGroup, indices: Sequence[int], wholes: Mapping[int, Tensor]
     ) -> None:
         self._group = group
         self._wholes = wholes
@@ -302,7 +302,8 @@ class Scattering:
             [(index, group.spreads[index].numel_of(group.me)) for index in from_one]
             for from_one in traffic.gets
         ]
-        self._exchange = _Exchange(group, group.piece_of(indices[0]), indices, send, gets, of)
+        like = group.piece_of(indices[0])
+        self._exchange = _Exchange(group, like, indices, send, gets, "values")
 
     def finish(self, pieces: Mapping[int, Tensor]) -> None:
         """Write this rank's pieces."""

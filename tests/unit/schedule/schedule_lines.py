@@ -52,9 +52,9 @@ def backward(schedule: UnshardSchedule, layers: Sequence[int] = LAYERS) -> list[
     return lines
 
 
-def trained(*, prefetch_depth: int = 1, kept: Sequence[int] = ()) -> UnshardSchedule:
+def trained(*, kept: Sequence[int] = ()) -> UnshardSchedule:
     """Return a schedule after its first step."""
-    schedule = UnshardSchedule(prefetch_depth=prefetch_depth)
+    schedule = UnshardSchedule()
     schedule.options.no_reshard_after_forward = set(kept)
     forward(schedule)
     backward(schedule)

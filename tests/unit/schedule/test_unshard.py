@@ -184,44 +184,6 @@ def test_the_end_frees_what_backward_did_not_leave() -> None:
     assert schedule.live == ()
 
 
-# --- prefetch depth -----------------------------------------------------------------------------
-
-
-def test_depth_0_gathers_nothing_ahead() -> None:
-    schedule = trained(prefetch_depth=0)
-    assert forward(schedule) == FIRST_FORWARD
-    assert backward(schedule) == [
-        "enter 0: gather 0, wait 0",
-        "enter 3: wait 3",
-        "exit 3: free 3",
-        "enter 2: gather 2, wait 2",
-        "exit 2: free 2",
-        "enter 1: gather 1, wait 1",
-        "exit 1: free 1",
-        "exit 0: free 0",
-        "end: -",
-    ]
-
-
-def test_depth_2_gathers_two_ahead() -> None:
-    schedule = trained(prefetch_depth=2)
-    assert forward(schedule)[:4] == [
-        "enter 0: gather 0, wait 0, prefetch 1, prefetch 2",
-        "enter 1: wait 1, prefetch 3",
-        "exit 1: free 1",
-        "enter 2: wait 2",
-    ]
-
-
-def test_depth_2_makes_room_for_two() -> None:
-    """Layers 3 and 4 are spare when another pass begins before their backward."""
-    schedule = UnshardSchedule(prefetch_depth=2)
-    forward(schedule, [1, 2, 3, 4])
-    assert forward(schedule, [1, 2, 3, 4])[0] == (
-        "enter 0: gather 0, wait 0, free 3, free 4, prefetch 1, prefetch 2"
-    )
-
-
 # --- small groups travel together ---------------------------------------------------------------
 
 
