@@ -130,7 +130,12 @@ class _Inputs:
 def _tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors that `map_tensors` exchanges."""
     found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
     return found
 
 

@@ -185,6 +185,7 @@ class FSDPModule(_Base):
         if runtime is not None:
             runtime.tidy_up()
         module: Any = self
+        named: Iterator[tuple[str, Any]]
         named = own_class(self).named_parameters(module, *args, **kwargs)
         if runtime is None or runtime.pass_root is not None or runtime.backward.is_running:
             return named

@@ -108,9 +108,9 @@ def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[list[Calla
     constructors, as in the plain model. Last come tables of rotary positions.
     """
     # `init_weights` of a model with `_init_weights` initializes all modules in it.
-    names = _OWN[:-1] if module is owner else _OWN
-    names = tuple(name for name in names if _takes(module, name, 0))[:1]
-    names += tuple(name for name in _OF_BUFFERS if _takes(module, name, 0))
+    ways = _OWN[:-1] if module is owner else _OWN
+    names = [name for name in ways if _takes(module, name, 0)][:1]
+    names += [name for name in _OF_BUFFERS if _takes(module, name, 0)]
     own = [getattr(module, name) for name in names]
     if owner is not None:
         init = functools.partial(getattr(owner, _OF_MODEL), module)

@@ -240,8 +240,8 @@ def table(groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]) -> lis
                 ", ".join(text for text in _shown_arguments(first) if text not in common),
             )
         )
-    first, *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in widths), "{}"])
+    width, *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    line = "  ".join([f"{{:<{width}}}", *(f"{{:>{each}}}" for each in widths), "{}"])
     return [line.format(*row).rstrip() for row in rows]
 
 

@@ -510,7 +510,7 @@ def _make_owner_group(
     costs = [cost(tuple(param.shape)) for param in params]
     owners = assign_owners(costs, axis.size, loads)
     facts = [(p.spec.name, tuple(p.shape), str(p.dtype)) for p in params]
-    parts = [
+    parts: list[Any] = [
         HeldPart(s.start, s.stop, s.layout.shapes[s.index], s.tensor_parallel.offsets)
         if s.tensor_parallel is not None
         else None
