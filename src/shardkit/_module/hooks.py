@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardkit")
 _MIB = 2**20
-_NOTHING = contextlib.nullcontext()
 _num_installed = 0
+_NOTHING = contextlib.nullcontext()
 _NEAR = 12
 """Frames within which `functional_call` calls a root: it, or a model around it."""
 

@@ -418,8 +418,10 @@ def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
             continue
         names = {id(param): name for name, param in nn.Module.named_parameters(module)}
         rank = len(wanted & names.keys()), len(names)
+        if not rank[0]:
+            continue
         is_around = rank == best_rank and any(each is found for each in module.modules())
-        if rank[0] and (rank > best_rank or is_around):
+        if rank > best_rank or is_around:
             found, best, best_rank = module, names, rank
     return found, [
         repr(best[id(param)]) if id(param) in best else f"a parameter of shape {tuple(param.shape)}"
