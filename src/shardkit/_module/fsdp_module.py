@@ -185,12 +185,11 @@ class FSDPModule(_Base):
         if runtime is not None:
             runtime.tidy_up()
         module: Any = self
-        named: Iterator[tuple[str, Any]]
         named = own_class(self).named_parameters(module, *args, **kwargs)
         if runtime is None or runtime.pass_root is not None or runtime.backward.is_running:
             return named
         # Nearly always they are sharded: `settled` is not asked then.
-        return ((n, p if type(p) is ShardedTensor else settled(p)) for n, p in named)
+        return ((n, p if isinstance(p, ShardedTensor) else settled(p)) for n, p in named)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.
