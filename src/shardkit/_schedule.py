@@ -285,14 +285,14 @@ class PendingBackwards:
 
     def reach(self, group: int, in_pass: int | None) -> None:
         """Backward has come to a forward of the group; None: its pass is not known."""
-        number = self._number_of(group, in_pass)
+        number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
             self._reached.add(number)
             self._inside.append((number, group))
 
     def remove(self, group: int, in_pass: int | None) -> None:
         """Backward is done with the group's last forward in a pass, as given to `reach`."""
-        number = self._number_of(group, in_pass)
+        number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
             self._forget(number, group)
             if (number, group) in self._inside:
@@ -345,10 +345,8 @@ class PendingBackwards:
             if in_pass is not None and not found:
                 return
 
-    def _number_of(self, group: int, in_pass: int | None) -> int | None:
-        """Return a pass; where it is not known, the last one that the group is on."""
-        if in_pass is not None:
-            return in_pass
+    def _number_of(self, group: int) -> int | None:
+        """Return the last pass that the group is on."""
         on = (number for number in reversed(self._passes) if group in self._passes[number])
         return next(on, None)
 
