@@ -11,6 +11,7 @@ dicts. Its name and its arguments are a file format: what is added comes last, w
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Self
@@ -211,10 +212,8 @@ def rebuild_in_process(
 ) -> Tensor:
     """Return a sharded tensor that was sent, or where there is no such mesh a `SavedPiece`."""
     if described is not None:
-        try:
+        with contextlib.suppress(MeshError):
             return rebuild_tensor(*described)
-        except MeshError:
-            pass
     return SavedPiece(*saved)
 
 

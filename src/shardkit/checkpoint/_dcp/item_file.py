@@ -397,17 +397,9 @@ class Slice(io.RawIOBase):
         super().__init__()
         self._fd, self._offset, self._nbytes, self._position = fd, offset, nbytes, 0
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
     def seekable(self) -> bool:
         """It is."""
         return True
-
-    def tell(self) -> int:
-        """Return the position in the range."""
-        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move in the range."""

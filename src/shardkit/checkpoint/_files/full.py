@@ -228,7 +228,8 @@ class FullFile(Source):
         if file.name.endswith(_INDEX_SUFFIX):
             self._add_index(file)
         else:
-            self._add(_open(file))
+            opened = _open(file)
+            self._add(opened, opened.infos)
 
     @property
     def files(self) -> list[Path]:
@@ -243,8 +244,7 @@ class FullFile(Source):
         """Return the file that holds a tensor."""
         return [{"file": self.parts[name].name}]
 
-    def _add(self, file: SafetensorsFile | TorchFile, names: Iterable[str] | None = None) -> None:
-        names = file.infos if names is None else names
+    def _add(self, file: SafetensorsFile | TorchFile, names: Iterable[str]) -> None:
         for name in names:
             self.infos[name] = file.infos[name]
             self.parts[name] = file.path

@@ -123,11 +123,8 @@ def memory_of(tensor: Any) -> Tensor:
     """Return what this rank holds of a tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local_piece.detach()
-    if hasattr(tensor, "to_local"):
-        local: Tensor = tensor.detach().to_local()
-        return local
-    detached: Tensor = tensor.detach()
-    return detached
+    held: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    return held
 
 
 def fill_memory(target: Tensor, device: torch.device, fill: Callable[[Tensor], object]) -> None:
