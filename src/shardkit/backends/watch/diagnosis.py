@@ -14,7 +14,6 @@ where they are called, the same must be seen in two rounds in a row.
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,43 +48,17 @@ _GOES_ON = "The run goes on."
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What is known about the waits of a run.
+    """What is known about the waits of a run."""
 
-    Attributes:
-        is_final: Whether the waits will never end.
-        text: Words on who waits for whom, where they are, and what to do.
-        key: Name of the wait that the text is about; the same for each look at the same one.
-        told_by: Rank that tells it, where it is not an error of each that waits.
-        doomed: Waits of the ranks that cannot go on, by rank: each believes the diagnosis only
-            if it does.
-        in_calls: Ranks among those that are inside of a collective of the user's.
-        suspicion: State that has to be seen in the next round, too, for the end of the run.
-        details_of: Ranks whose details would make the text better.
-    """
-
-    is_final: bool
-    text: str
-    key: str = ""
-    told_by: int = 0
+    is_final: bool  # Whether the waits will never end.
+    text: str  # Words on who waits for whom, where they are, and what to do.
+    key: str = ""  # Name of the wait that the text is about; the same for each look at it.
+    told_by: int = 0  # Rank that tells it, where it is not an error of each that waits.
+    # Waits of the ranks that cannot go on, by rank: each believes the diagnosis only if it does.
     doomed: dict[str, str] = field(default_factory=dict)
-    in_calls: list[int] = field(default_factory=list)
-    suspicion: str = ""
-    details_of: list[int] = field(default_factory=list)
-
-    def dump(self) -> str:
-        """Return it as text."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def load(cls, text: str | bytes) -> Diagnosis | None:
-        """Return what was dumped; None if that is no diagnosis, or an empty text."""
-        try:
-            content: dict[str, Any] = json.loads(text) if text else {}
-            found = cls(**content)
-        except (ValueError, TypeError, RecursionError):
-            return None
-        kinds = {"text": str, "doomed": dict, "in_calls": list}
-        return found if all(isinstance(getattr(found, k), kinds[k]) for k in kinds) else None
+    in_calls: list[int] = field(default_factory=list)  # Those inside of a user's collective.
+    suspicion: str = ""  # State that the next round has to see, too, for the end of the run.
+    details_of: list[int] = field(default_factory=list)  # Details of these would better the text.
 
 
 def what_is_awaited(status: RankStatus) -> str | None:

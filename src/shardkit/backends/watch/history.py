@@ -34,17 +34,11 @@ _MAX_KNOWN = 1 << 16
 
 
 class Collective(NamedTuple):
-    """What all ranks of a process group must issue alike.
+    """What all ranks of a process group must issue alike."""
 
-    Attributes:
-        kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-        of: Groups of parameters, or what it is for; may be empty.
-        nbytes: Bytes of the whole tensor.
-    """
-
-    kind: str
-    of: str
-    nbytes: int
+    kind: str  # ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
+    of: str  # Groups of parameters, or what it is for; may be empty.
+    nbytes: int  # Bytes of the whole tensor.
 
     def __str__(self) -> str:
         of = f" of {self.of}" if self.of else ""
@@ -201,10 +195,7 @@ class CallWait(Wait):
 
     def call(self) -> CallStatus | None:
         """Return what others are told of it; None: its process group cannot be found out."""
-        found = call_of(main_frame())
-        if found is None:
-            return None
-        return CallStatus(found.name, found.group, found.ranks, self.number, self.for_s)
+        return call_of(main_frame(), self.number, self.for_s)
 
 
 class InFlight:

@@ -22,12 +22,12 @@ import json
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardkit._processes import machine_id, process_state
 from shardkit._settings import watch_settings
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose
-from shardkit.backends.watch.status import UNHEARD, RankStatus
+from shardkit.backends.watch.status import UNHEARD, RankStatus, from_text, to_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,33 +46,19 @@ _NUM_KEPT = 16  # Rounds whose results stay: they may follow each other faster t
 
 @dataclass(slots=True)
 class Result:
-    """What a round has found.
+    """What a round has found."""
 
-    Attributes:
-        diagnosis: The conclusion; None: nobody waits.
-        silent: Ranks that did not answer.
-        look: Processes to be looked at, by the rank that shall do it: ranks and process ids.
-    """
-
-    diagnosis: Diagnosis | None = None
-    silent: list[int] = field(default_factory=list)
+    diagnosis: Diagnosis | None = None  # None: nobody waits.
+    silent: list[int] = field(default_factory=list)  # Ranks that did not answer.
+    # Processes to be looked at, by the rank that shall do it: ranks and process ids.
     look: dict[str, list[list[int]]] = field(default_factory=dict)
-
-    def dump(self) -> str:
-        """Return it as text."""
-        found = self.diagnosis.dump() if self.diagnosis is not None else ""
-        content = {"diagnosis": found, "silent": self.silent, "look": self.look}
-        return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def load(cls, text: str | bytes) -> Result:
-        """Return what was dumped; an empty one if it is no result."""
+        """Return what was written; an empty one if it is no result."""
         try:
-            found: dict[str, Any] = json.loads(text)
-            silent = [int(rank) for rank in found["silent"]]
-            look = {str(r): [[int(a), int(b)] for a, b in of] for r, of in found["look"].items()}
-            return cls(Diagnosis.load(found["diagnosis"]), silent, look)
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            return from_text(cls, text)
+        except ValueError:
             return cls()
 
 
@@ -175,7 +161,7 @@ class Rounds:
         # Who only looks on ends nothing; and what is looked at is told of when it is known.
         is_told = self._rank >= 0 and not result.look
         told = result if is_told else Result(None, silent, result.look)
-        store.set(f"result/{number}", told.dump())
+        store.set(f"result/{number}", to_text(told))
         self._await_looks(number, result)
         for key in (f"asks/{number - _NUM_KEPT}", f"result/{number - _NUM_KEPT}"):
             store.delete(key)

@@ -8,7 +8,6 @@ there is no place for them, as on a read-only disk, there are none.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardkit._processes import machine_id, process_state
+from shardkit.backends.watch.status import from_text, to_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -202,23 +202,16 @@ _MAX_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One rank of a run, on this host.
+    """One rank of a run, on this host."""
 
-    Attributes:
-        name: Name of the run.
-        host: Host of the store, whose port it is.
-        started: Seconds since 1970.
-        machine: Machine on which the process id means something.
-    """
-
-    name: str
-    host: str
-    port: int
+    name: str  # Name of the run.
+    host: str  # Host of the store.
+    port: int  # Port of the store.
     world_size: int
     rank: int
     pid: int
-    started: float
-    machine: str = ""
+    started: float  # Seconds since 1970.
+    machine: str = ""  # Machine on which the process id means something.
 
 
 def folder() -> Path:
@@ -250,7 +243,7 @@ def register(run: RankFile) -> Path | None:
         return None
     path = own / f"{run.name}-{run.rank}.run"
     try:
-        path.write_text(json.dumps(dataclasses.asdict(run)))
+        path.write_text(to_text(run))
     except OSError:
         return None
     return path
@@ -261,7 +254,7 @@ def running() -> list[RankFile]:
     found = []
     for path in _files("*.run"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            run = RankFile(**json.loads(_read(path)))
+            run = from_text(RankFile, _read(path))
             # Of processes of other machines nobody can tell.
             if run.machine not in ("", machine_id()) or process_state(run.pid) != "gone":
                 found.append(run)
@@ -274,7 +267,7 @@ def process_of(name: str, rank: int) -> int | None:
     """Return the process of a rank of a run if it is on this machine, though it may be gone."""
     for path in _files(f"{name}-{rank}.run"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            run = RankFile(**json.loads(_read(path)))
+            run = from_text(RankFile, _read(path))
             return run.pid if run.machine == machine_id() else None
     return None
 

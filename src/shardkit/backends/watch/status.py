@@ -12,9 +12,12 @@ import sys
 import sysconfig
 import threading
 import traceback
+import types
+import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,6 @@ import torch.distributed as dist
 from shardkit._compat import torch_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import CodeType, FrameType
 
 
@@ -38,19 +40,12 @@ _NAMES = {"Module._wrapped_call_impl": "forward", "Module._call_impl": "forward"
 
 @dataclass(frozen=True, slots=True)
 class CodePlace:
-    """Where a thread is.
+    """Where a thread is."""
 
-    Attributes:
-        file: Name of the user's file.
-        line: Number of the line, from 1.
-        function: Name of the function.
-        inside: Function that the user's code called there: ``"Tensor.backward"``, or empty.
-    """
-
-    file: str = "?"
-    line: int = 0
+    file: str = "?"  # Name of the user's file.
+    line: int = 0  # From 1 on.
     function: str = "?"
-    inside: str = ""
+    inside: str = ""  # Function that the user's code called there, or empty.
 
     def __str__(self) -> str:
         inside = f", in {self.inside}" if self.inside else ""
@@ -124,21 +119,7 @@ def is_in_collective(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename == _COLLECTIVES
 
 
-class Call(NamedTuple):
-    """A function of torch.distributed that a thread is inside of.
-
-    Attributes:
-        name: Function that the user called, or that called torch.distributed for the user.
-        group: Name of the process group.
-        ranks: Members of the group, ranks of the world.
-    """
-
-    name: str
-    group: str
-    ranks: Sequence[int]
-
-
-def call_of(frame: FrameType | None) -> Call | None:
+def call_of(frame: FrameType | None, number: int, for_s: float) -> CallStatus | None:
     """Return the collective that a thread is inside of; None if its group cannot be told."""
     name, group, is_known = "", None, False
     while is_in_collective(frame):
@@ -152,7 +133,8 @@ def call_of(frame: FrameType | None) -> Call | None:
     if not is_known or not isinstance(group, dist.ProcessGroup):
         return None
     try:
-        return Call(name, group.group_name, dist.get_process_group_ranks(group))
+        ranks = dist.get_process_group_ranks(group)
+        return CallStatus(name, group.group_name, ranks, number, for_s)
     except (KeyError, RuntimeError, ValueError):  # It has been destroyed meanwhile.
         return None
 
@@ -207,7 +189,7 @@ def describe_record(record: dict[str, Any]) -> list[str]:
 
 # --- statuses -------------------------------------------------------------------------------------
 
-MAX_TEXT = 1 << 20
+_MAX_TEXT = 1 << 20
 STATES = ("runs", "destroyed", "ended", "raised")
 """What a rank says of itself."""
 UNHEARD = ("unborn", "silent", "busy", "stopped", "gone")
@@ -216,21 +198,13 @@ UNHEARD = ("unborn", "silent", "busy", "stopped", "gone")
 
 @dataclass(slots=True)
 class GroupStatus:
-    """What a rank did on one process group.
+    """What a rank did on one process group."""
 
-    Attributes:
-        ranks: Members, ranks of the world.
-        position: Number of collectives so far.
-        wish: The collective that this rank would issue next, if the others agreed; or None.
-        is_main: The last one was issued by the main thread, or in its backward.
-        recent: The last collectives, up to `position`; in details only.
-    """
-
-    ranks: Sequence[int]
-    position: int
-    wish: str | None = None
-    is_main: bool = True
-    recent: list[str] = field(default_factory=list)
+    ranks: Sequence[int]  # Members, ranks of the world.
+    position: int  # Number of collectives so far.
+    wish: str | None = None  # What it would issue next, if the others agreed.
+    is_main: bool = True  # The last one was issued by the main thread, or in its backward.
+    recent: list[str] = field(default_factory=list)  # The last ones; in details only.
 
     def at(self, position: int) -> str | None:
         """Return the collective that was issued, or is wished for, at a position, if known."""
@@ -242,94 +216,55 @@ class GroupStatus:
 
 @dataclass(slots=True)
 class WaitStatus:
-    """What a rank waits for.
+    """What a rank waits for."""
 
-    Attributes:
-        group: Name of the process group.
-        position: Place of the collective in the sequence of its group.
-        of: The collective.
-        for_s: Seconds so far.
-        is_main: The main thread waits, or what runs in its place.
-        is_issued: This rank has issued it; else it waits for the others to agree to it.
-    """
-
-    group: str
-    position: int
-    of: str
-    for_s: float
-    is_main: bool = True
-    is_issued: bool = True
+    group: str  # Name of the process group.
+    position: int  # Place of the collective in the sequence of its group.
+    of: str  # The collective.
+    for_s: float  # Seconds so far.
+    is_main: bool = True  # The main thread waits, or what runs in its place.
+    is_issued: bool = True  # Else the rank waits for the others to agree to it.
 
 
 @dataclass(slots=True)
 class CallStatus:
-    """A collective of torch.distributed that the main thread is inside of, not shardkit's own.
+    """A collective of torch.distributed that the main thread is inside of, not shardkit's own."""
 
-    Attributes:
-        name: Function of torch.distributed.
-        group: Name of the process group.
-        ranks: Members, ranks of the world.
-        number: Count of such calls that were seen; another number is another call, but calls in a
-            loop may have one number.
-        for_s: Seconds since it was first seen.
-    """
-
-    name: str
-    group: str
-    ranks: Sequence[int]
-    number: int
-    for_s: float
+    name: str  # Function that the user called, or that called torch.distributed for the user.
+    group: str  # Name of the process group.
+    ranks: Sequence[int]  # Members, ranks of the world.
+    number: int  # Another number is another call, but calls in a loop may have one number.
+    for_s: float  # Seconds since it was first seen.
 
 
 @dataclass(slots=True)
 class RankStatus:
-    """What is known of a rank.
-
-    Attributes:
-        state: One of `STATES`, or of `UNHEARD`.
-        step: Number of root forwards so far.
-        place: Place where its main thread is.
-        error: The last exception that left a forward, or ended the process; or None.
-        groups: Process groups by name.
-        wait: The wait of its main thread or device, or None.
-        call: Collective of the user's that its main thread is in, or None.
-        gave_up: The error that it raised, or None: it comes no more.
-        silent_s: Seconds for which it has not answered.
-        stack: Stack of the main thread; in details only.
-        engine: Lines of the engine of an accelerator (NCCL's flight recorder); in details only.
-        begun: Places that called the last root forwards, up to `step`; in details only.
-    """
+    """What is known of a rank."""
 
     rank: int
     host: str = "?"
     pid: int = 0
-    state: str = "runs"
-    step: int = 0
-    place: CodePlace = field(default_factory=CodePlace)
-    error: str | None = None
-    groups: dict[str, GroupStatus] = field(default_factory=dict)
-    wait: WaitStatus | None = None
-    call: CallStatus | None = None
-    gave_up: str | None = None
-    silent_s: float = 0.0
+    state: str = "runs"  # One of `STATES`, or of `UNHEARD`.
+    step: int = 0  # Number of root forwards so far.
+    place: CodePlace = field(default_factory=CodePlace)  # Where its main thread is.
+    error: str | None = None  # The last exception that left a forward, or ended the process.
+    groups: dict[str, GroupStatus] = field(default_factory=dict)  # Process groups by name.
+    wait: WaitStatus | None = None  # That of its main thread or device.
+    call: CallStatus | None = None  # That of its main thread.
+    gave_up: str | None = None  # The error that it raised: it comes no more.
+    silent_s: float = 0.0  # Seconds for which it has not answered.
+    # In details only: the stack of the main thread, lines of the engine of an accelerator (NCCL's
+    # flight recorder), and the places that called the last root forwards, up to `step`.
     stack: str = ""
     engine: list[str] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
 
     def dump(self, *, details: bool = True) -> str:
         """Return it as text, with details or without."""
-        content = dataclasses.asdict(self, dict_factory=_without_defaults)
-        for group in content.get("groups", {}).values():
-            group["ranks"] = _shortened(group["ranks"])
-            if not details:
-                group.pop("recent", None)
-        if content.get("call"):
-            content["call"]["ranks"] = _shortened(content["call"]["ranks"])
-        if not details:
-            content.pop("stack", None)
-            content.pop("engine", None)
-            content.pop("begun", None)
-        return json.dumps(content, separators=(",", ":"))
+        if details:
+            return to_text(self)
+        groups = {name: dataclasses.replace(of, recent=[]) for name, of in self.groups.items()}
+        return to_text(dataclasses.replace(self, groups=groups, stack="", engine=[], begun=[]))
 
     @classmethod
     def load(cls, text: str | bytes) -> RankStatus:
@@ -338,77 +273,70 @@ class RankStatus:
         Raises:
             ValueError: It is no status.
         """
-        if len(text) > MAX_TEXT:
+        if len(text) > _MAX_TEXT:
             msg = "too long"
             raise ValueError(msg)
-        try:
-            found: dict[str, Any] = json.loads(text)
-            found["place"] = _made(CodePlace, found.get("place", {}))
-            found["groups"] = {
-                str(name): _made(GroupStatus, {**of, "ranks": _whole(of["ranks"])})
-                for name, of in found.get("groups", {}).items()
-            }
-            if found.get("wait") is not None:
-                found["wait"] = _made(WaitStatus, found["wait"])
-            if call := found.get("call"):
-                found["call"] = _made(CallStatus, {**call, "ranks": _whole(call["ranks"])})
-            status: RankStatus = _made(cls, found)
-        except (AttributeError, KeyError, TypeError, RecursionError) as error:
-            msg = f"no status of a rank: {error}"
-            raise ValueError(msg) from error
+        status = from_text(cls, text)
         if status.state not in (*STATES, *UNHEARD):
             msg = f"unknown state {status.state!r}"
             raise ValueError(msg)
         return status
 
 
-def _without_defaults(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in pairs if value not in (None, "", [], {}, ())}
+# --- dataclasses as text --------------------------------------------------------------------------
+
+T = TypeVar("T")
 
 
-def _shortened(ranks: Sequence[int]) -> list[Any]:
-    """Return members as first, step and number, as nearly all groups have them; else as a list."""
-    members = list(ranks)
-    step = members[1] - members[0] if len(members) > 1 else 1
-    if step and members == list(range(members[0], members[0] + step * len(members), step)):
-        return ["range", members[0], step, len(members)]
-    return members
+def to_text(found: Any) -> str:
+    """Return a dataclass as text, without what is empty."""
+    return json.dumps(dataclasses.asdict(found, dict_factory=_shortened), separators=(",", ":"))
 
 
-def _whole(shortened: list[Any]) -> Sequence[int]:
-    if shortened and shortened[0] == "range":
-        _, first, step, number = shortened
-        return range(int(first), int(first) + int(step) * int(number), int(step))
-    return [int(rank) for rank in shortened]
-
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "int": int,
-    "float": (int, float),
-    "bool": bool,
-    "str": str,
-    "str | None": (str, type(None)),
-    "list[str]": list,
-}
-
-
-def _made(cls: Any, found: dict[str, Any]) -> Any:
-    """Return an object of one of the classes here, from fields of the right types.
+def from_text(cls: type[T], text: str | bytes) -> T:
+    """Return what `to_text` was given.
 
     Raises:
-        TypeError: A field is missing, unknown, or of another type.
+        ValueError: It is no JSON, or has a field that is missing, unknown, or of another type.
     """
-    for each in dataclasses.fields(cls):
-        wanted = _TYPES.get(str(each.type))
-        if wanted is None or each.name not in found:
-            continue
-        value = found[each.name]
-        is_flag_for_number = isinstance(value, bool) and wanted is not bool
-        if not isinstance(value, wanted) or is_flag_for_number:
-            msg = f"{each.name} is {value!r}"
-            raise TypeError(msg)
-        lines: list[Any] = value if isinstance(value, list) else []
-        if each.type == "list[str]" and not all(isinstance(line, str) for line in lines):
-            msg = f"{each.name} has entries that are no text"
-            raise TypeError(msg)
-    return cls(**found)
+    try:
+        found: T = _made(cls, json.loads(text))
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        msg = f"no {cls.__name__}: {error}"
+        raise ValueError(msg) from error
+    return found
+
+
+def _shortened(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Keep what is not empty; members as first, step and number, as nearly all groups have them."""
+    found = {key: value for key, value in pairs if value not in (None, "", [], {}, ())}
+    if "ranks" in found:
+        ranks = found["ranks"] = list(found["ranks"])
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        if step and ranks == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
+            found["ranks"] = ["range", ranks[0], step, len(ranks)]
+    return found
+
+
+_hints: Any = functools.cache(typing.get_type_hints)
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """Return what JSON has as a value of a type; raise `TypeError` where it is of another one."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = _hints(kind)
+        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else _made(of[0], value)
+    if origin is dict:
+        return {_made(of[0], key): _made(of[1], each) for key, each in value.items()}
+    if origin in (list, Sequence) and isinstance(value, list):
+        if origin is Sequence and value[:1] == ["range"]:
+            first, step, number = map(int, value[1:])
+            return range(first, first + step * number, step)
+        return [_made(of[0], each) for each in value]
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
+    msg = f"{value!r} is no {kind}"
+    raise TypeError(msg)

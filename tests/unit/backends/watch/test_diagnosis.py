@@ -15,6 +15,8 @@ from shardkit.backends.watch.status import (
     GroupStatus,
     RankStatus,
     WaitStatus,
+    from_text,
+    to_text,
 )
 
 HERE = CodePlace("train.py", 41, "train", "forward")
@@ -347,10 +349,11 @@ def test_what_is_no_status_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"is_final": 1}', '{"text": 3}', "[" * 9999])
-def test_what_is_no_diagnosis_says_nothing(text: str) -> None:
-    assert Diagnosis.load(text) is None
+def test_what_is_no_diagnosis_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever it says
+        from_text(Diagnosis, text)
 
 
 def test_a_diagnosis_survives_the_way() -> None:
     found = final(rank(0, "abc"), rank(1, "ab", "x"))
-    assert Diagnosis.load(found.dump()) == found
+    assert from_text(Diagnosis, to_text(found)) == found

@@ -25,6 +25,7 @@ from shardkit.backends.watch.status import (
     GroupStatus,
     RankStatus,
     WaitStatus,
+    to_text,
 )
 
 if typing.TYPE_CHECKING:
@@ -124,7 +125,7 @@ def test_who_only_looks_on_ends_nothing(store: RunStore) -> None:
 
 def test_who_comes_second_reads_what_the_first_found(store: RunStore) -> None:
     store.claim("asks/1", "0")
-    store.set("result/1", Result(Diagnosis(is_final=False, text="later"), [1]).dump())
+    store.set("result/1", to_text(Result(Diagnosis(is_final=False, text="later"), [1])))
     diagnosis = Rounds(store, 2, 1).ask()
     assert diagnosis is not None
     assert diagnosis.text == "later"
