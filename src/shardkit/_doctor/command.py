@@ -1,35 +1,435 @@
-"""``python -m shardkit doctor``. Needs the extra ``cli``."""
+"""``python -m shardkit doctor``: what ranks do together, step by step, and what is printed of it.
+
+Ranks come, connect, and time collectives. No step lasts for ever. Needs the extra ``cli``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
 import os
+import socket
 import statistics
+import struct
 import subprocess
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any
 
+import torch.distributed as dist
 import typer
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from shardkit._doctor.facts import Checkup, Finding, LaunchPlace, Machine, ranks_in_words
-from shardkit._doctor.rules import examine
-from shardkit._doctor.session import (
-    ALONE_VARIABLE,
-    NoStoreError,
-    Session,
-    limited,
-    open_store,
-    place_of,
+from shardkit._doctor.facts import (
+    Checkup,
+    Finding,
+    LaunchPlace,
+    Link,
+    Machine,
+    RankFacts,
+    Timing,
+    facts_of,
+    measure_collectives,
+    ranks_in_words,
 )
+from shardkit._doctor.rules import examine
 from shardkit._text import shown_nbytes
 from shardkit.backends import accelerator_type
+from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from shardkit._doctor.facts import RankFacts
+
+# --- links ----------------------------------------------------------------------------------------
+
+_CLOCK, _BYTES = b"t", b"b"
+_ANSWER = struct.Struct("d")
+_LENGTH = struct.Struct("Q")
+_ROUNDS = 8
+_NBYTES = 4 * 2**20
+_CHUNK = 2**18
+_IDLE_S = 30.0
+_MOST = 64  # Connections that are answered at a time; others wait in the system's queue.
+# Interfaces of containers and of virtual machines, which other hosts are not meant to reach.
+_VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "podman", "vnet")
+
+
+class Answerer:
+    """Answers other ranks, on all interfaces, until it is closed: the time, or that bytes came."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind(("", 0))
+        self._socket.listen(_MOST)
+        self._free = threading.BoundedSemaphore(_MOST)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="shardkit-doctor", daemon=True).start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            self._free.acquire()  # noqa: SIM115, RUF100 - the connection's thread gives it back
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # Closed.
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.ExitStack() as stack:
+            stack.callback(self._free.release)
+            try:
+                connection.settimeout(_IDLE_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while (kind := connection.recv(1)) in (_CLOCK, _BYTES):
+                    if kind == _BYTES:
+                        (nbytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+                        left = min(nbytes, _NBYTES)
+                        while left:
+                            left -= len(_receive(connection, min(left, _CHUNK)))
+                    connection.sendall(_ANSWER.pack(self._machine.clock()))
+            except OSError:
+                return  # The other one has gone.
+
+
+def measure_links(
+    machine: Machine, own: RankFacts, target: RankFacts, *, timeout_s: float
+) -> list[Link]:
+    """Connect to another rank on its primary address, then on its other interfaces.
+
+    Loopback and interfaces of containers count only where they are the primary one.
+    """
+    addresses = [target.address]
+    if own.host != target.host:
+        addresses += [
+            address
+            for name, address in target.interfaces.items()
+            if address != target.address and not name.startswith(_VIRTUAL)
+        ]
+    return [_measure(machine, own, target, each, timeout_s=timeout_s) for each in addresses]
+
+
+def _measure(
+    machine: Machine, own: RankFacts, target: RankFacts, address: str, *, timeout_s: float
+) -> Link:
+    is_primary = address == target.address
+    names = [name for name, found in target.interfaces.items() if found == address]
+    link = functools.partial(
+        Link,
+        source=own.rank,
+        target=target.rank,
+        interface=names[0] if names else "?",
+        address=address,
+        is_primary=is_primary,
+    )
+    try:
+        with machine.connect(address, target.port, timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            latency_s, offset_s = _ask_clock(machine, connection)
+            bytes_per_s = _send(connection) if is_primary else None
+    except OSError as error:
+        return link(error=str(error) or type(error).__name__)
+    return link(latency_s=latency_s, bytes_per_s=bytes_per_s, clock_offset_s=offset_s)
+
+
+def _ask_clock(machine: Machine, connection: socket.socket) -> tuple[float, float]:
+    """Return the time of the fastest of several messages, and what it says of the clocks.
+
+    Source: F. Cristian, Probabilistic clock synchronization, 1989.
+    """
+    best: tuple[float, float] | None = None
+    for _ in range(_ROUNDS):
+        before, start = machine.clock(), time.perf_counter()
+        connection.sendall(_CLOCK)
+        (theirs,) = _ANSWER.unpack(_receive(connection, _ANSWER.size))
+        taken_s = time.perf_counter() - start
+        found = (taken_s, theirs - before - taken_s / 2)
+        best = found if best is None or found < best else best
+    assert best is not None
+    return best
+
+
+def _send(connection: socket.socket) -> float:
+    chunk = bytes(_CHUNK)
+    start = time.perf_counter()
+    connection.sendall(_BYTES + _LENGTH.pack(_NBYTES))
+    for _ in range(_NBYTES // _CHUNK):
+        connection.sendall(chunk)
+    _receive(connection, _ANSWER.size)
+    return _NBYTES / (time.perf_counter() - start)
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    parts = b""
+    while len(parts) < nbytes:
+        part = connection.recv(nbytes - len(parts))
+        if not part:
+            msg = "the connection was closed"
+            raise ConnectionError(msg)
+        parts += part
+    return parts
+
+
+# --- the session ----------------------------------------------------------------------------------
+
+ALONE_VARIABLE = "SHARDKIT_DOCTOR_ALONE"
+"""Set where the command has started the ranks itself."""
+
+_PREFIX = "shardkit/doctor"
+_POLL_S = 0.05
+_MOST_PARTNERS = 8
+_FIRST, _LINKS, _COLLECTIVES = "come", "links", "collectives"
+_prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's own list lacks it
+_connect: Any = dist.TCPStore  # type: ignore[attr-defined]
+
+
+class NoStoreError(Exception):
+    """A rank cannot get to where ranks meet; `finding` says why."""
+
+    def __init__(self, where: str, **words: str) -> None:
+        self.finding = Finding(level="error", where=where, **words)
+        super().__init__(self.finding.what)
+
+
+def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
+    """Return this rank's place; None: no launcher set one."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
+        return None
+    rank = int(environment["RANK"])
+    return LaunchPlace(
+        rank=rank,
+        world_size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment.get("LOCAL_RANK", rank)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+        master_addr=environment["MASTER_ADDR"],
+        master_port=int(environment["MASTER_PORT"]),
+        hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        is_alone=ALONE_VARIABLE in environment,
+    )
+
+
+def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
+    """Return the store by which ranks meet."""
+    where = f"{place.master_addr}:{place.master_port}"
+    host = f"rank {place.rank} on {machine.host_name()}"
+    if not machine.addresses_of(place.master_addr):
+        raise NoStoreError(
+            host,
+            check="master-unknown",
+            what=f"MASTER_ADDR {place.master_addr!r} resolves to no address",
+            remedy="give the address of rank 0's host, or a name that all hosts know (getent hosts "
+            "NAME)",
+        )
+    if not place.hosts_store:
+        _wait_for_master(machine, place, timeout_s, host)
+    try:
+        store = _connect(
+            place.master_addr,
+            place.master_port,
+            is_master=place.hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise NoStoreError(
+            host,
+            check="master-port",
+            what=f"the port of {where} cannot be opened: {str(error).splitlines()[0]}",
+            remedy="another process has it (ss -tlnp), or MASTER_ADDR is not an address of "
+            "rank 0's host: choose another MASTER_PORT, or mend MASTER_ADDR",
+        ) from error
+    return _prefixed(_PREFIX, store)
+
+
+def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, host: str) -> None:
+    """Connect once to where ranks meet, again and again until the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            machine.connect(place.master_addr, place.master_port, max(left_s, 0.1)).close()
+        except OSError as error:
+            if time.monotonic() + _POLL_S < deadline:
+                time.sleep(_POLL_S)
+                continue
+            raise NoStoreError(
+                host,
+                check="master-unreachable",
+                what=f"MASTER_ADDR {place.master_addr}, port {place.master_port} (MASTER_PORT) "
+                f"could not be reached in {timeout_s:.0f} s: {error}",
+                remedy="is rank 0 there, and is its MASTER_ADDR the same? If so, a firewall is "
+                "in between: open this port and those that the system chooses, between all "
+                "hosts",
+            ) from error
+        else:
+            return
+
+
+class Session:
+    """A rank's part in a checkup, each step of which waits for ranks for some seconds.
+
+    Collectives are timed on `device`; None: on the accelerator, if all ranks have one.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        place: LaunchPlace,
+        store: Any,
+        *,
+        timeout_s: float,
+        device: str | None = None,
+        times_collectives: bool = True,
+    ) -> None:
+        self._machine = machine
+        self._place = place
+        self._store = store
+        self._timeout_s = timeout_s
+        self._device = device
+        self._times = times_collectives
+        self.step = _FIRST
+        where = f"{place.master_addr}:{place.master_port}"
+        self.checkup = Checkup(place.world_size, where, is_alone=place.is_alone)
+
+    def run(self) -> Checkup | None:
+        """Do all steps; return what is known, on rank 0."""
+        answerer = Answerer(self._machine)
+        try:
+            own = facts_of(self._machine, self._place, answerer.port)
+            self._put(_FIRST, dataclasses.asdict(own))
+            group = self._begin(own)
+            if group is None:
+                return self._result()
+            self.step = _LINKS
+            found = self._connect_all(own, group)
+            self._put(_LINKS, [*map(dataclasses.asdict, found)])
+            kind = self._agree_on_collectives(group)
+            if kind is not None:
+                self.step = _COLLECTIVES
+                self._time(kind)
+            return self._result()
+        finally:
+            answerer.close()
+
+    # --- steps ---
+
+    def _begin(self, own: RankFacts) -> list[RankFacts] | None:
+        """Wait for all; return what they say. None: not all came, so there is no more to do."""
+        checkup = self.checkup
+        if self._place.rank == 0:
+            came = [*self._collect(_FIRST, range(self._place.world_size)).values()]
+            checkup.ranks += [RankFacts(**facts) for facts in came]
+            group = [] if checkup.missing else came
+            self._store.set("group", json.dumps(group))
+        else:
+            # Rank 0 waits as long for others, and may have begun later.
+            group = json.loads(self._wait("group", 2 * self._timeout_s, own.host))
+        return [RankFacts(**facts) for facts in group] or None
+
+    def _connect_all(self, own: RankFacts, group: list[RankFacts]) -> list[Link]:
+        world_size, rank = self._place.world_size, self._place.rank
+        steps = range(1, min(world_size, _MOST_PARTNERS + 1))
+        partners = dict.fromkeys([(rank + step) % world_size for step in steps])
+        if rank != 0:
+            partners.setdefault(0)  # Whose clock counts.
+        found: list[Link] = []
+        for partner in partners:
+            timeout_s = self._timeout_s / (2 * len(partners))
+            found += measure_links(self._machine, own, group[partner], timeout_s=timeout_s)
+        return found
+
+    def _agree_on_collectives(self, group: list[RankFacts]) -> str | None:
+        """Return where collectives are timed; None: they would hang, or are not wanted."""
+        if self._place.rank != 0:
+            word = self._wait("collectives", 3 * self._timeout_s, group[self._place.rank].host)
+            return word.decode() or None
+        checkup = self.checkup
+        checkup.links += [Link(**link) for link in self._collect_lists(_LINKS)]
+        is_closed = any(link.error is not None and link.is_primary for link in checkup.links)
+        types = {facts.device_type if facts.devices else None for facts in group}
+        is_shared = any(
+            f.devices and f.local_world_size > len(checkup.devices_of(f.host)) for f in group
+        )
+        common = types.pop() if len(types) == 1 and not is_shared else None
+        kind = self._device or common or "cpu"
+        if is_closed or checkup.silent or not self._times:
+            kind = ""
+        else:
+            checkup.backend = engine_of(kind)
+        self._store.set("collectives", kind)
+        return kind or None
+
+    def _time(self, kind: str) -> None:
+        store = _prefixed("group", self._store)
+        timings = measure_collectives(self._place, store, kind, timeout_s=self._timeout_s)
+        self._put(_COLLECTIVES, [*map(dataclasses.asdict, timings)])
+        if self._place.rank == 0:
+            found = self._collect_lists(_COLLECTIVES)
+            self.checkup.timings += [Timing(**timing) for timing in found]
+
+    def _result(self) -> Checkup | None:
+        """End together: a store must not go before others have read what they need."""
+        if self._place.rank == 0:
+            self._store.set("end", "")
+            came = [facts.rank for facts in self.checkup.ranks if facts.rank]
+            if self._place.hosts_store:
+                self._collect("bye", came, timeout_s=min(self._timeout_s, 2.0))
+            return self.checkup
+        self._wait("end", 3 * self._timeout_s, "")
+        self._put("bye", "")
+        return None
+
+    # --- the store ---
+
+    def _put(self, step: str, value: object) -> None:
+        self._store.set(f"{step}/{self._place.rank}", json.dumps(value))
+
+    def _collect(
+        self, step: str, ranks: range | list[int], timeout_s: float | None = None
+    ) -> dict[int, Any]:
+        """Return what ranks put, of those that did so in time."""
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        found: dict[int, Any] = {}
+        while len(found) < len(ranks):
+            for rank in ranks:
+                if rank not in found and self._store.check([f"{step}/{rank}"]):
+                    found[rank] = json.loads(self._store.get(f"{step}/{rank}"))
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        return dict(sorted(found.items()))
+
+    def _collect_lists(self, step: str) -> list[Any]:
+        """Return the lists of all ranks as one; note who put none."""
+        ranks = range(self._place.world_size)
+        answers = self._collect(step, ranks)
+        if silent := [rank for rank in ranks if rank not in answers]:
+            self.checkup.silent[step] = silent
+        return [item for items in answers.values() for item in items]
+
+    def _wait(self, key: str, timeout_s: float, host: str) -> bytes:
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+            word: bytes = self._store.get(key)
+        except (dist.DistError, RuntimeError) as error:
+            where = f"rank {self._place.rank} on {host}"
+            raise NoStoreError(
+                where,
+                check="rank-0-silent",
+                what=f"rank 0 did not answer in {timeout_s:.0f} s, or has ended",
+                remedy="look at the output of rank 0",
+            ) from error
+        return word
 
 
 # --- reports --------------------------------------------------------------------------------------
@@ -44,8 +444,10 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 def as_json(checkup: Checkup, findings: Sequence[Finding]) -> str:
     """Return all that is known, for programs."""
-    found = {"healthy": is_healthy(findings), "findings": [*map(asdict, findings)]}
-    return json.dumps({**found, **asdict(checkup), "missing": checkup.missing}, indent=2)
+    found = {"healthy": is_healthy(findings), "findings": [*map(dataclasses.asdict, findings)]}
+    return json.dumps(
+        {**found, **dataclasses.asdict(checkup), "missing": checkup.missing}, indent=2
+    )
 
 
 def lines_of(checkup: Checkup, findings: Sequence[Finding]) -> list[str]:
@@ -202,8 +604,8 @@ def _check(place: LaunchPlace, timeout_s: float, device: str | None, *, is_json:
     machine = Machine()
     session: Session | None = None
 
-    def expired() -> None:
-        step = "come" if session is None else session.step
+    def give_up() -> None:
+        step = _FIRST if session is None else session.step
         finding = Finding(
             check="stuck",
             level="error",
@@ -213,19 +615,27 @@ def _check(place: LaunchPlace, timeout_s: float, device: str | None, *, is_json:
             "at fault",
         )
         known = Checkup(place.world_size, "?") if session is None else session.checkup
-        _print(known, [finding, *examine(known)], is_json=is_json and place.rank == 0)
-
-    with limited(_STEPS * timeout_s + 5, expired):
         try:
-            store = open_store(machine, place, timeout_s)
-            session = Session(machine, place, store, timeout_s=timeout_s, device=device)
-            checkup = session.run()
-        except NoStoreError as error:
-            if is_json and place.rank == 0:
-                _print(Checkup(place.world_size, "?"), [error.finding], is_json=True)
-            else:
-                print("\n".join(finding_lines([error.finding])), file=sys.stderr)
-            return 1
+            _print(known, [finding, *examine(known)], is_json=is_json and place.rank == 0)
+        finally:
+            os._exit(1)
+
+    # A backend may wait in a place where no error reaches it.
+    limit = threading.Timer(_STEPS * timeout_s + 5, give_up)
+    limit.daemon = True
+    limit.start()
+    try:
+        store = open_store(machine, place, timeout_s)
+        session = Session(machine, place, store, timeout_s=timeout_s, device=device)
+        checkup = session.run()
+    except NoStoreError as error:
+        if is_json and place.rank == 0:
+            _print(Checkup(place.world_size, "?"), [error.finding], is_json=True)
+        else:
+            print("\n".join(finding_lines([error.finding])), file=sys.stderr)
+        return 1
+    finally:
+        limit.cancel()
     if checkup is None:
         return 0
     findings = examine(checkup)

@@ -15,6 +15,7 @@ import socket
 import statistics
 import sys
 import time
+import timeit
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -328,6 +329,7 @@ class Machine:
         build = f"cuda {torch.version.cuda}" if torch.version.cuda else "cpu"
         shm = shutil.disk_usage(_SHM) if Path(_SHM).is_dir() else None
         infiniband = Path("/sys/class/infiniband")
+        matrix = torch.ones(_PRODUCT, _PRODUCT)
         cards = len([*Path("/dev").glob("nvidia[0-9]*")]) or int(Path("/dev/kfd").exists())
         return {
             "python": platform.python_version(),
@@ -350,7 +352,7 @@ class Machine:
             "num_cores": len(os.sched_getaffinity(0)),
             "num_threads": torch.get_num_threads(),
             "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
-            "compute_s": _compute_s(),
+            "compute_s": min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=_REPEATS)),
         }
 
 
@@ -416,16 +418,6 @@ def _limit(name: str) -> int | None:
     """Return a soft limit of this process; None: there is none."""
     soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _compute_s() -> float:
-    matrix = torch.ones(_PRODUCT, _PRODUCT)
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        _ = matrix @ matrix
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def _version_of(package: str) -> str | None:

@@ -12,6 +12,7 @@ fabric = Fabric(strategy=ShardkitFabricStrategy(), devices=8)
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import lightning.fabric.strategies.model_parallel as fabric_module
@@ -32,6 +33,7 @@ from shardkit.integrations._versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     import torch
@@ -49,12 +51,24 @@ class _Sharding:
     num_nodes: int
     num_processes: int
 
-    def _choose(
+    def __init__(
         self,
-        parallelize_fn: Callable[[Any, Any], Any] | None,
-        replicate_size: int,
-        tensor_parallel_size: int,
+        parallelize_fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
+        super().__init__(
+            **({"parallelize_fn": parallelize_fn} if isinstance(self, FabricModelParallel) else {}),
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout or default_pg_timeout,
+        )
+        # What Fabric asks for its own `no_backward_sync`.
+        self._backward_sync_control = SimpleNamespace(no_backward_sync=_no_sync)
         check_version("lightning")
         if tensor_parallel_size > 1 and parallelize_fn is None:
             msg = (
@@ -150,19 +164,11 @@ def _rest_to_device(module: nn.Module, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _no_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
+def _no_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002 - Fabric's signature
     with contextlib.ExitStack() as stack:
         for root in _roots_in(module) if enabled else []:
             stack.enter_context(root.no_sync())
         yield
-
-
-class _BackwardSync:
-    """What Fabric's `no_backward_sync` asks."""
-
-    @staticmethod
-    def no_backward_sync(module: nn.Module, enabled: bool) -> Any:  # noqa: FBT001 - Fabric's
-        return _no_sync(module, enabled=enabled)
 
 
 class ShardkitFabricStrategy(_Sharding, FabricModelParallel):
@@ -192,25 +198,6 @@ class ShardkitFabricStrategy(_Sharding, FabricModelParallel):
         IntegrationError: Lightning is older than what was tried; ranks do not divide by the sizes;
             tensor parallelism without a `parallelize_fn`; or that shards nothing.
     """
-
-    def __init__(
-        self,
-        parallelize_fn: Callable[[Any, Any], Any] | None = None,
-        *,
-        replicate_size: int = 1,
-        tensor_parallel_size: int = 1,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        super().__init__(
-            parallelize_fn=parallelize_fn,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout or default_pg_timeout,
-        )
-        self._choose(parallelize_fn, replicate_size, tensor_parallel_size)
-        self._backward_sync_control = _BackwardSync()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module; called by `fabric.setup_module`."""
@@ -244,23 +231,6 @@ class ShardkitStrategy(_Sharding, TrainerModelParallel):
             `LightningModule` itself, which no module's forward would gather.
     """
 
-    def __init__(
-        self,
-        parallelize_fn: Callable[[Any, Any], Any] | None = None,
-        *,
-        replicate_size: int = 1,
-        tensor_parallel_size: int = 1,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout or default_pg_timeout,
-        )
-        self._choose(parallelize_fn, replicate_size, tensor_parallel_size)
-
     model: Any
 
     def setup(self, trainer: Any) -> None:
@@ -292,11 +262,9 @@ class ShardkitStrategy(_Sharding, TrainerModelParallel):
             found += [child] if has_forward else self._modules_to_shard(child)
         return found
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Accumulate without communication; called by the `Trainer` between optimizer steps."""
-        with _no_sync(self.model, enabled=True):
-            yield
+        return _no_sync(self.model)
 
 
 def _also_shardkit(original: Callable[[object], bool]) -> Callable[[object], bool]:

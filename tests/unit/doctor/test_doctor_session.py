@@ -11,10 +11,17 @@ import pytest
 import torch.distributed as dist
 from machines import FakeMachine
 
-from shardkit._doctor.command import as_json, lines_of
+from shardkit._doctor.command import (
+    Answerer,
+    NoStoreError,
+    Session,
+    as_json,
+    lines_of,
+    open_store,
+    place_of,
+)
 from shardkit._doctor.facts import Checkup, LaunchPlace
 from shardkit._doctor.rules import examine
-from shardkit._doctor.session import Answerer, NoStoreError, Session, open_store, place_of
 
 TIMEOUT_S = 3.0
 
