@@ -33,17 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One dimension cut over one axis, as ``torch.chunk`` does: the last chunks may be short.
-
-    Attributes:
-        axis: The axis.
-        dim: The dimension.
-        size: Number of its elements before the cut.
-    """
+    """One dimension cut over one axis, as ``torch.chunk`` does: the last chunks may be short."""
 
     axis: PeerAxis
     dim: int
-    size: int
+    size: int  # Number of the dimension's elements before the cut.
 
     @property
     def chunk(self) -> int:
@@ -76,24 +70,16 @@ class Split:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter is spread over the mesh of its DTensor; make it by `TensorParallel.of`.
+    """How a parameter is spread over the mesh of its DTensor; make it by `TensorParallel.of`."""
 
-    Attributes:
-        shape: Shape of the whole, over all meshes.
-        mesh: The DTensor's mesh.
-        placements: The DTensor's, one per axis of `mesh`.
-        torch_mesh: The DTensor's mesh, as torch's object.
-        splits: The cuts, in the order in which they are made; none where it is replicated.
-        shown: The DTensor's placements on all axes of `torch_mesh`. `mesh` and `placements` lack
-            those that `outside` has taken away.
-        data_dims: Positions of these axes, along which ranks compute with data of their own.
-    """
-
-    shape: tuple[int, ...]
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
-    torch_mesh: TorchDeviceMesh = field(compare=False, repr=False)
+    shape: tuple[int, ...]  # Shape of the whole, over all meshes.
+    mesh: DeviceMesh  # The DTensor's mesh.
+    placements: tuple[Any, ...]  # The DTensor's, one per axis of `mesh`.
+    torch_mesh: TorchDeviceMesh = field(compare=False, repr=False)  # As torch's object.
+    # The cuts, in the order in which they are made; none where it is replicated.
     splits: tuple[Split, ...] = field(compare=False, repr=False)
+    # The DTensor's placements on all axes of `torch_mesh`. `mesh` and `placements` lack those that
+    # `outside` has taken away: `data_dims`, along which ranks compute with data of their own.
     shown: tuple[Any, ...] = field(compare=False, repr=False)
     data_dims: tuple[int, ...] = field(default=(), compare=False, repr=False)
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,14 +90,15 @@ class Arguments:
     cards: str | None  # Numbers of those that the ranks see, with commas between them; None: all.
 
     @property
-    def min_hosts(self) -> int:
-        """How many hosts it goes on with at the least."""
-        return int(parse_min_max_nnodes(self.torchrun.nnodes)[0])
+    def hosts(self) -> tuple[int, int]:
+        """How many hosts it goes on with at the least, and how many take part at the most."""
+        least, most = parse_min_max_nnodes(self.torchrun.nnodes)
+        return least, most
 
     @property
-    def max_hosts(self) -> int:
-        """How many hosts take part at the most."""
-        return int(parse_min_max_nnodes(self.torchrun.nnodes)[1])
+    def is_elastic(self) -> bool:
+        """Whether the number of hosts may change."""
+        return self.hosts[0] < self.hosts[1]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -284,18 +285,17 @@ def _defaults(fields: Mapping[str, Any], *, use_cpu: bool, on_xla: bool) -> dict
 def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
     """Say where the hosts meet, unless torchrun was told."""
     torchrun = arguments.torchrun
-    if torchrun.standalone:
+    if torchrun.standalone or torchrun.rdzv_endpoint:  # All as torchrun has it.
         return
-    if torchrun.rdzv_endpoint:  # All as torchrun has it.
-        return
+    most = arguments.hosts[1]
     where = fields.get("main_process_ip")
     port = fields.get("main_process_port")
-    if arguments.max_hosts == 1 and where is None and port is None:
+    if most == 1 and where is None and port is None:
         torchrun.standalone = True
         return
-    if arguments.max_hosts > 1 and where is None:
+    if most > 1 and where is None:
         msg = (
-            f"{arguments.max_hosts} hosts must know where to meet: give the address of the first "
+            f"{most} hosts must know where to meet: give the address of the first "
             f"one as --main_process_ip, and --machine_rank 0 there, 1 on the next host."
         )
         raise LaunchError(msg)
@@ -310,7 +310,7 @@ def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
 def meet(arguments: Arguments, *, host: str, port: int, host_rank: int) -> None:
     """Change a launch so that the hosts meet at a port of the first one."""
     torchrun = arguments.torchrun
-    if arguments.min_hosts < arguments.max_hosts and torchrun.rdzv_backend == "static":
+    if arguments.is_elastic and torchrun.rdzv_backend == "static":
         torchrun.rdzv_backend = "c10d"  # A number of hosts that may change needs it.
     if torchrun.rdzv_backend == "static":
         torchrun.master_addr, torchrun.master_port = host, port
@@ -465,10 +465,6 @@ class RankLines:
                 self._unfinished[rank] = line
         return len(text)
 
-    def flush(self) -> None:
-        """Show what is written so far, up to the last whole line of each rank."""
-        self._stream.flush()
-
     def close(self) -> None:
         """Show lines without an end. The stream below stays open."""
         with self._lock:
@@ -477,13 +473,8 @@ class RankLines:
             self._unfinished.clear()
             self._stream.flush()
 
-    def isatty(self) -> bool:
-        """Say what the stream below says."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """Return that of the stream below."""
-        return self._stream.fileno()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def _show(self, rank: int, line: str) -> None:
         header = f"[rank {rank}]"
@@ -601,7 +592,7 @@ def read_config(path: str) -> Mapping[str, Any]:
 def environment_of(arguments: Arguments) -> dict[str, str]:
     """Return what all ranks have in their environment."""
     found = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": TEMPLATE}
-    if arguments.min_hosts < arguments.max_hosts and _SHARE_STORE not in os.environ:
+    if arguments.is_elastic and _SHARE_STORE not in os.environ:
         # Torch 2.9 to 2.13 tells the address of a shared store in the first round only, so that a
         # host that comes later waits for it until it gives up.
         found[_SHARE_STORE] = "1"
@@ -620,7 +611,7 @@ def _reach_others(arguments: Arguments) -> None:
     if options.standalone and options.local_addr is None:
         # Torchrun takes the host's own name, which no name server may know.
         options.local_addr = "127.0.0.1"
-    if arguments.max_hosts == 1:
+    if arguments.hosts[1] == 1:
         return
     if options.rdzv_backend == "static":
         host, port = options.master_addr, options.master_port
@@ -677,7 +668,14 @@ def _run(arguments: Arguments, logs: Path) -> int:
     options.log_dir = str(logs)
     options.tee = "3"  # Both streams of each rank: into files, and from there to this terminal.
     try:
-        with _rank_lines(options.color):
+        with contextlib.ExitStack() as stack:
+            for stream, redirect in (
+                (sys.stdout, contextlib.redirect_stdout),
+                (sys.stderr, contextlib.redirect_stderr),
+            ):
+                lines: Any = RankLines(stream, colour=wants_colour(options.color, stream))
+                stack.enter_context(contextlib.closing(lines))
+                stack.enter_context(redirect(lines))
             torchrun.run(options)
     except ChildFailedError as error:
         text, status = report(failures_of(error, logs), num_ranks), 1
@@ -694,23 +692,6 @@ def _run(arguments: Arguments, logs: Path) -> int:
         title = f"{_BOLD}{title}{_RESET}"
     sys.stderr.write("\n".join(("", title, *rest, "")))
     return status
-
-
-@contextlib.contextmanager
-def _rank_lines(color: str) -> Iterator[None]:
-    """Show what ranks write, line by line, with the number of the rank."""
-    streams = [
-        RankLines(stream, colour=wants_colour(color, stream)) for stream in (sys.stdout, sys.stderr)
-    ]
-    try:
-        with (
-            contextlib.redirect_stdout(cast("TextIO", streams[0])),
-            contextlib.redirect_stderr(cast("TextIO", streams[1])),
-        ):
-            yield
-    finally:
-        for stream in streams:
-            stream.close()
 
 
 def _not_met(arguments: Arguments, error: Exception) -> str:

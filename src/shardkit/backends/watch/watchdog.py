@@ -418,7 +418,9 @@ class Watchdog:
             with self._asking:
                 if self._rounds is None:
                     self._rounds = Rounds(self._store.clone(), self.world_size, self.rank)
-                awaited = self._awaited()
+                with self.lock:
+                    waits = [wait for wait in self._waits.values() if wait.is_main]
+                awaited = f"{id(waits[0])} {waits[0].since}" if waits else None
                 if awaited != self._asked_for:
                     self._asked_for = awaited
                     self._rounds.forget()
@@ -435,11 +437,6 @@ class Watchdog:
         except Exception as error:  # noqa: BLE001 - the watch goes on
             self._rounds = None
             self._complain(error)
-
-    def _awaited(self) -> str | None:
-        with self.lock:
-            waits = [wait for wait in self._waits.values() if wait.is_main]
-        return f"{id(waits[0])} {waits[0].since}" if waits else None
 
     def _judge_store(self, silent_s: float) -> None:
         """Say that the store does not answer; end the waits if its process cannot answer again."""
@@ -479,7 +476,7 @@ class Watchdog:
         if not diagnosis.is_final:
             self._tell(diagnosis)
             return
-        if diagnosis.doomed.get(str(self.rank)) == self._what_is_awaited():
+        if diagnosis.doomed.get(str(self.rank)) == what_is_awaited(self.status(details=False)):
             self._end(diagnosis.text, store, diagnosis.in_calls)
         else:
             if self.rank in diagnosis.in_calls:  # Nobody needs to wait for it.
@@ -489,9 +486,6 @@ class Watchdog:
             for wait in self._all_waits(watch_settings.ask_after_s):
                 asks_at = wait.since + watch_settings.ask_unexpected_after_s
                 wait.next_look = min(wait.next_look, asks_at)
-
-    def _what_is_awaited(self) -> str | None:
-        return what_is_awaited(self.status(details=False))
 
     def _tell(self, diagnosis: Diagnosis) -> None:
         """Log who is awaited, as often as it helps: when the wait is six times as long."""
@@ -734,7 +728,10 @@ def current_watchdog() -> Watchdog:
                 _current.close("destroyed")
             else:
                 _at_start()
-            _current = _new_watchdog(store)
+            if "fake" in dist.get_backend_config():  # One process stands for all, and asks nobody.
+                _current = Watchdog(store, _HashStore(), 0, 1)
+            else:
+                _current = Watchdog(store, store, dist.get_rank(), dist.get_world_size())
         return _current
 
 
@@ -744,12 +741,6 @@ def _watchdog_of_thread(store: Any) -> Watchdog:
     if found is None or found.default_store is not store:
         found = _of_thread.watchdog = Watchdog(store, _HashStore(), 0, 1)
     return found
-
-
-def _new_watchdog(store: Any) -> Watchdog:
-    if "fake" in dist.get_backend_config():  # One process stands for all: it has nobody to ask.
-        return Watchdog(store, _HashStore(), 0, 1)
-    return Watchdog(store, store, dist.get_rank(), dist.get_world_size())
 
 
 def _at_start() -> None:
