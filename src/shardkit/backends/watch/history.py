@@ -52,15 +52,11 @@ class CollectiveSequence:
     after the mark is foretold. As long as that is right the mark goes on, so that a step of any
     length, with any number of micro-batches, is known from the step before it. After a surprise the
     mark jumps to where the last two collectives came one after the other before.
-
-    Attributes:
-        position: Number of collectives so far.
-        num_surprises: Number of those that were not foretold.
     """
 
     def __init__(self) -> None:
-        self.position = 0
-        self.num_surprises = 0
+        self.position = 0  # Number of collectives so far.
+        self.num_surprises = 0  # Number of those that were not foretold.
         self._history: list[Collective] = []  # A ring, once it is full.
         self._mark: int | None = None
         self._after: dict[tuple[Collective, Collective], int] = {}
@@ -117,22 +113,15 @@ def is_main_thread() -> bool:
 
 
 class Wait:
-    """A wait of a thread of this process, or of a device.
+    """A wait of a thread of this process, or of a device."""
 
-    Attributes:
-        is_main: The main thread waits, or what runs in its place.
-        since: Time when it began, of `time.monotonic`.
-        next_look: Time when to ask the others (again).
-        next_word: Number of seconds after which a message comes next.
-    """
-
-    is_main: bool
+    is_main: bool  # The main thread waits, or what runs in its place.
 
     def restart(self) -> None:
         """Begin now."""
         self.since = time.monotonic()
-        self.next_look = self.since + watch_settings.ask_after_s
-        self.next_word = watch_settings.ask_after_s
+        self.next_look = self.since + watch_settings.ask_after_s  # When to ask the others (again).
+        self.next_word = watch_settings.ask_after_s  # Seconds after which a message comes next.
 
     @property
     def for_s(self) -> float:
@@ -144,14 +133,7 @@ class Wait:
 
 
 class CollectiveWait(Wait):
-    """A wait for a collective of shardkit's.
-
-    Attributes:
-        group: Name of the process group.
-        position: Place of the collective in the sequence of its group.
-        what: The collective.
-        is_issued: This rank has issued the collective; else it asks whether the others agree.
-    """
+    """A wait for a collective of shardkit's, see `WaitStatus`."""
 
     def __init__(
         self,
@@ -180,17 +162,13 @@ class CallWait(Wait):
     """A collective of the user's that the main thread is inside of.
 
     The frame of the call is not kept: it would keep tensors that the call was given.
-
-    Attributes:
-        at: Instruction that the main thread is at. Calls in a loop may look the same.
-        number: Count of calls that looked different.
     """
 
     is_main = True
 
     def __init__(self, at: tuple[int, int], number: int) -> None:
-        self.at = at
-        self.number = number
+        self.at = at  # Instruction of the main thread. Calls in a loop may look the same.
+        self.number = number  # Count of calls that looked different.
         self.restart()
 
     def call(self) -> CallStatus | None:
@@ -256,23 +234,14 @@ class InFlight:
 
 
 class GroupHistory:
-    """What this rank did on one process group, and does there now.
-
-    Attributes:
-        group: Torch's process group.
-        ranks: Members of the group, ranks of the world.
-        sequence: Collectives that were issued here.
-        in_flight: Collectives that a device runs.
-        wish: The collective to which the others have not agreed yet, or None.
-        is_main: The last one was issued by the main thread, or in its backward.
-    """
+    """What this rank did on one process group, and does there now; see `GroupStatus`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
-        self.sequence = CollectiveSequence()
-        self.in_flight = InFlight()
-        self.wish: Collective | None = None
+        self.sequence = CollectiveSequence()  # What was issued here.
+        self.in_flight = InFlight()  # What a device runs.
+        self.wish: Collective | None = None  # To which the others have not agreed yet.
         self.is_main = True
 
     def status(self, *, details: bool = True) -> GroupStatus:

@@ -69,15 +69,11 @@ class Rounds:
         store: Keys of the run, over a connection for this alone.
         world_size: Number of ranks.
         rank: Rank that asks; -1 for one that is not of the run, which ends nothing.
-
-    Attributes:
-        statuses: Status of each rank in the last round that was asked here.
-        num_rounds: Number of rounds that were asked here.
     """
 
     def __init__(self, store: RunStore, world_size: int, rank: int) -> None:
-        self.statuses: list[RankStatus] = []
-        self.num_rounds = 0
+        self.statuses: list[RankStatus] = []  # Of the last round that was asked here, by rank.
+        self.num_rounds = 0  # Number of rounds that were asked here.
         self.store = store
         self._world_size = world_size
         self._rank = rank

@@ -166,29 +166,20 @@ class Watchdog:
         rank: Place of this process among those that meet.
         world_size: Number of ranks that meet. A process that is alone has nobody to ask, and no
             threads.
-
-    Attributes:
-        channels: Process groups in use, by name.
-        final_text: Text of the diagnosis that ended the run, or None.
-        lock: Held where what others are told is changed or read.
-        step: Number of root forwards so far.
-        error: The last exception that left a forward, or ends the process.
-        has_raised: Whether an exception ends the process.
-        num_counted_in: Number of times that this rank had to agree with others; two requests each.
     """
 
     def __init__(self, default_store: Any, store: Any, rank: int, world_size: int) -> None:
         self.default_store = default_store
         self.rank = rank
         self.world_size = world_size
-        self.channels: dict[str, GroupHistory] = {}
-        self.final_text: str | None = None
-        self.lock = threading.Lock()
-        self.step = 0
+        self.channels: dict[str, GroupHistory] = {}  # Process groups in use, by name.
+        self.final_text: str | None = None  # That of the diagnosis that ended the run.
+        self.lock = threading.Lock()  # Held where what others are told is changed or read.
+        self.step = 0  # Number of root forwards so far.
         self._begun: collections.deque[Lines] = collections.deque(maxlen=_NUM_BEGUN)
-        self.error: str | None = None
-        self.has_raised = False
-        self.num_counted_in = 0
+        self.error: str | None = None  # The last exception that left a forward, or ends all.
+        self.has_raised = False  # Whether an exception ends the process.
+        self.num_counted_in = 0  # How often it had to agree with others; two requests each.
         self._alarmed_step = -1
         # Requests to one connection wait for each other; who waits long has one of its own.
         self._store: RunStore = store_of_run(store)
