@@ -15,7 +15,7 @@ import typer
 from code_blocks import ROOT, Block
 
 from shardkit._cli import app
-from shardkit.launch.start import parser
+from shardkit.launch import parser
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,7 +24,7 @@ from shardkit._cli import app
 from shardkit.backends.groups import world_size_or_raise
 from shardkit.checkpoint._files.full import parse_size
 from shardkit.config._schema import SECTIONS
-from shardkit.launch.start import parse
+from shardkit.launch import parse
 
 pytestmark = pytest.mark.helpers
 

@@ -9,7 +9,7 @@ import torch
 
 import shardkit
 from shardkit._errors import ConfigError, LaunchError
-from shardkit.launch.start import Arguments, environment_of, parse, read_config
+from shardkit.launch import Arguments, environment_of, parse, read_config
 
 if typing.TYPE_CHECKING:
     import pathlib

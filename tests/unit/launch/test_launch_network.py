@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardkit import MeshError
 from shardkit._errors import LaunchError
 from shardkit.backends.groups import make_torch_mesh
-from shardkit.launch.start import Here, check_interface, here_towards
+from shardkit.launch import Here, check_interface, here_towards
 
 
 def has_ipv6() -> bool:

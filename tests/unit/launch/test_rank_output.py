@@ -10,8 +10,8 @@ import typing
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from shardkit.launch import start
-from shardkit.launch.start import Failure, failures_of, report
+from shardkit import launch
+from shardkit.launch import Failure, failures_of, report
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -21,7 +21,7 @@ if typing.TYPE_CHECKING:
 
 def test_lines_of_ranks_do_not_mix() -> None:
     stream = io.StringIO()
-    lines = start.RankLines(stream, colour=False)
+    lines = launch.RankLines(stream, colour=False)
     for piece in ("[rank 0] a", "[rank 1] one\n", "[rank 0] b\n", "of the agent\n", "[rank 1] end"):
         lines.write(piece)
     assert stream.getvalue() == "[rank 1] one\n[rank 0] ab\nof the agent\n"
@@ -31,7 +31,7 @@ def test_lines_of_ranks_do_not_mix() -> None:
 
 def test_each_rank_has_a_colour_of_its_own() -> None:
     stream = io.StringIO()
-    lines = start.RankLines(stream, colour=True)
+    lines = launch.RankLines(stream, colour=True)
     for rank in range(12):
         lines.write(f"[rank {rank}] x\n")
     colours = {line.split("[rank")[0] for line in stream.getvalue().splitlines()}
@@ -41,12 +41,12 @@ def test_each_rank_has_a_colour_of_its_own() -> None:
 
 def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    assert not start.wants_colour("auto", stream)
-    assert start.wants_colour("always", stream)
+    assert not launch.wants_colour("auto", stream)
+    assert launch.wants_colour("always", stream)
     monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert start.wants_colour("auto", stream)
+    assert launch.wants_colour("auto", stream)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not start.wants_colour("auto", stream)
+    assert not launch.wants_colour("auto", stream)
 
 
 # --- failures -----------------------------------------------------------------------------------
