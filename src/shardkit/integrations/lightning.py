@@ -61,12 +61,14 @@ class _Sharding:
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        super().__init__(
-            **({"parallelize_fn": parallelize_fn} if isinstance(self, FabricModelParallel) else {}),
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout or default_pg_timeout,
-        )
+        options: dict[str, Any] = {
+            "save_distributed_checkpoint": save_distributed_checkpoint,
+            "process_group_backend": process_group_backend,
+            "timeout": timeout or default_pg_timeout,
+        }
+        if isinstance(self, FabricModelParallel):
+            options["parallelize_fn"] = parallelize_fn
+        super().__init__(**options)
         # What Fabric asks for its own `no_backward_sync`.
         self._backward_sync_control = SimpleNamespace(no_backward_sync=_no_sync)
         check_version("lightning")
