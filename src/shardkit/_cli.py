@@ -23,7 +23,6 @@ from shardkit._text import console_of_tables, shown_nbytes
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds
-from shardkit.backends.watch.runs import connect
 from shardkit.backends.watch.status import RankStatus
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate, describe, verify
 from shardkit.config._command import config_command
@@ -55,7 +54,7 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
         run = running[0]
         title = f"Run {run.name}: {run.world_size} ranks, store on {run.host}:{run.port}."
         try:
-            rounds = Rounds(connect(run.name, run.host, run.port, _CONNECT), run.world_size, _ASKER)
+            rounds = Rounds(runs.connect(run, _CONNECT), run.world_size, _ASKER)
             diagnosis = rounds.ask()
         except dist.DistError as error:
             text: str | None = f"Its store does not answer: {error}"

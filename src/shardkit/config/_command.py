@@ -29,6 +29,21 @@ _SIZES = {
 }
 
 
+# Fields that Accelerate writes in every file.
+_COMMON: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "FSDP",
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "num_machines": 1,
+    "rdzv_backend": "static",
+    "same_network": True,
+}
+
+
 class Terminal:
     """Asks at the terminal, again until the answer will do."""
 
@@ -84,9 +99,12 @@ def default_fields(
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_activation_checkpointing": False,
     }
-    return _whole(
-        fsdp, {}, num_processes=num_processes, use_cpu=use_cpu, mixed_precision=mixed_precision
-    )
+    return _COMMON | {
+        "fsdp_config": fsdp,
+        "mixed_precision": mixed_precision,
+        "num_processes": num_processes,
+        "use_cpu": use_cpu,
+    }
 
 
 def asked_fields(ask: Terminal, *, num_processes: int, use_cpu: bool) -> dict[str, Any]:
@@ -107,11 +125,13 @@ def asked_fields(ask: Terminal, *, num_processes: int, use_cpu: bool) -> dict[st
         num_processes = ask.number(
             "How many ranks are there, on all machines together?", num_processes
         )
-    precision = ask.choice("Mixed precision?", ("no", "fp16", "bf16"), "no")
-    return (
-        _whole(fsdp, sizes, num_processes=num_processes, use_cpu=use_cpu, mixed_precision=precision)
-        | machines
-    )
+    fields = {
+        "fsdp_config": fsdp,
+        "mixed_precision": ask.choice("Mixed precision?", ("no", "fp16", "bf16"), "no"),
+        "num_processes": num_processes,
+        "use_cpu": use_cpu,
+    }
+    return _COMMON | fields | machines | ({"parallelism_config": sizes} if sizes else {})
 
 
 def _machines(ask: Terminal) -> dict[str, Any]:
@@ -169,34 +189,6 @@ def _fsdp(ask: Terminal) -> dict[str, Any]:
         "Are activations of groups computed again in backward (less memory)?", default=False
     )
     return fields
-
-
-def _whole(
-    fsdp: dict[str, Any],
-    sizes: dict[str, Any],
-    *,
-    num_processes: int,
-    use_cpu: bool,
-    mixed_precision: str,
-) -> dict[str, Any]:
-    """Return the fields that Accelerate writes in every file."""
-    fields = {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": "FSDP",
-        "downcast_bf16": "no",
-        "enable_cpu_affinity": False,
-        "fsdp_config": fsdp,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": mixed_precision,
-        "num_machines": 1,
-        "num_processes": num_processes,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": use_cpu,
-    }
-    return fields | ({"parallelism_config": sizes} if sizes else {})
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -258,13 +250,9 @@ def config_command(
     else:
         fields = asked_fields(Terminal(), num_processes=count or 1, use_cpu=not count)
     config = from_config(fields)
-    _write(config_file, fields)
-    print(f"{config_file}:\n{config.describe()}")
-
-
-def _write(path: Path, fields: dict[str, Any]) -> None:
     text = import_yaml().safe_dump(fields)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
+    config_file.parent.mkdir(parents=True, exist_ok=True)
+    part = config_file.with_name(f"{config_file.name}.part")
     part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    part.replace(config_file)
+    print(f"{config_file}:\n{config.describe()}")

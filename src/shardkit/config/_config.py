@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -170,7 +171,11 @@ def _of_one_save(files: list[Path]) -> list[Path]:
 
 def _finish_last(mine: list[Path]) -> None:
     """Give the files of the last save their names, if it was killed while it did so."""
-    found = [_saves_if_whole(file) for file in mine]
+    found: list[dict[object, Path]] = []
+    for file in mine:
+        found.append({})
+        with contextlib.suppress(Exception):  # What cannot be read is of no save.
+            found[-1] = _saves(file)
     chosen, _ = _common(mine, found)
     for file, whole in zip(mine, chosen or (), strict=False):
         if whole == file:
@@ -207,14 +212,6 @@ def _saves(file: Path) -> dict[object, Path]:
         msg = f"{file} is not there: it is what Config.save writes with this fsdp_state_dict_type."
         raise CheckpointError(msg)
     return found
-
-
-def _saves_if_whole(file: Path) -> dict[object, Path]:
-    """Return the same of what is about to be written over, damaged or not."""
-    try:
-        return _saves(file)
-    except Exception:  # noqa: BLE001 - what cannot be read is of no save
-        return {}
 
 
 def _number(file: Path) -> object:
@@ -686,12 +683,17 @@ class Config:
         if settings.precision != "no":
             _make_masters(model, ignored)
         _move(model, mesh, ignored, offload=settings.offload_params)
+        wrap: Any = settings.wrap  # A policy has Accelerate's name, too.
+        if settings.transformer_layer_cls_to_wrap is not None:
+            wrap = set(settings.transformer_layer_cls_to_wrap)
+        elif wrap == "SIZE_BASED_WRAP":
+            wrap = size_policy(settings.min_num_params)
         policy = self.policy()
         root = dataclasses.replace(policy, output_dtype=torch.float32)
         auto_shard(
             model,
             mesh,
-            self._wrap_policy(),
+            wrap,
             units={"": {"mp_policy": root}} if settings.precision != "no" else (),
             strategy=self.strategy(),
             before=checkpoint_module if settings.activation_checkpointing else None,
@@ -699,14 +701,6 @@ class Config:
             offload_policy=self.offload_policy(),
             ignored_params=ignored,
         )
-
-    def _wrap_policy(self) -> Any:
-        settings = self.settings
-        if settings.transformer_layer_cls_to_wrap is not None:
-            return set(settings.transformer_layer_cls_to_wrap)
-        if settings.wrap == "SIZE_BASED_WRAP":
-            return size_policy(settings.min_num_params)
-        return settings.wrap  # A policy has Accelerate's name, too.
 
     def _check(self, model: nn.Module) -> None:
         sizes = self.settings.parallelism

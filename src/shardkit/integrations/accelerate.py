@@ -294,18 +294,16 @@ def _step_pieces(prepared: Iterable[Any]) -> None:
         if not isinstance(each, AcceleratedOptimizer) or made is None or not is_of_torchao(made):
             continue
         local = LocalOptimizer(made.param_groups, type(made), **_options_of(made))
-        share_groups = functools.partial(_share_groups, made, local)
+
+        def share_groups(*_: Any, made: Any = made, local: Any = local) -> None:
+            made.param_groups = local.param_groups  # Also after a state dict was loaded.
+
         share_groups()
         torch_autograd.share_optimizer_hooks(made, local)
         local.register_load_state_dict_post_hook(share_groups)
         local.register_step_post_hook(functools.partial(torch_autograd.note_step, made))
         each.optimizer = local
         each.__setstate__({})  # A GradScaler calls methods that it has bound before.
-
-
-def _share_groups(made: Any, local: LocalOptimizer, *_: Any) -> None:
-    """Have one list of groups in both, also after a state dict was loaded."""
-    made.param_groups = local.param_groups
 
 
 def _options_of(optimizer: Any) -> dict[str, Any]:

@@ -189,11 +189,6 @@ def store_of_run(store: Any) -> RunStore:
     return RunStore(run, store)
 
 
-def connect(run: str, host: str, port: int, limit: timedelta) -> RunStore:
-    """Return the store of a run of other processes."""
-    return RunStore(run, _tcp_store(host, port, is_master=False, timeout=limit))
-
-
 # --- runs of this host ----------------------------------------------------------------------------
 
 _MAX_DIAGNOSES = 20
@@ -261,6 +256,11 @@ def running() -> list[RankFile]:
             else:
                 path.unlink()
     return sorted(found, key=lambda run: (-run.started, run.rank))
+
+
+def connect(run: RankFile, limit: timedelta) -> RunStore:
+    """Return the store of a run of other processes."""
+    return RunStore(run.name, _tcp_store(run.host, run.port, is_master=False, timeout=limit))
 
 
 def process_of(name: str, rank: int) -> int | None:

@@ -641,7 +641,9 @@ class Watchdog:
 
     def note_error(self, error: BaseException) -> None:
         """Remember an exception that left a forward, or ends the process."""
-        self.error = describe_error(error)
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        place = f" at {place_of(frames[-1])}" if frames else ""
+        self.error = f"{type(error).__name__}: {error}{place}"
         self._alarmed_step = self.step + 1  # Others may have gone on without it.
 
     def close(self, state: str = "ended") -> None:
@@ -687,13 +689,6 @@ class Watchdog:
 def _is_agents_store() -> bool:
     """Whether torchrun's agent holds the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an exception, and the user's line that it came from."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    place = place_of(frames[-1]) if frames else None
-    return f"{type(error).__name__}: {error}" + (f" at {place}" if place is not None else "")
 
 
 # --- the watchdog of this process -----------------------------------------------------------------

@@ -46,7 +46,12 @@ def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> D
     is_replica = not xr.is_spmd() and "PJRT_LOCAL_PROCESS_COUNT" in os.environ
     if not is_replica:
         _turn_on_spmd()
-        _refuse_several_hosts()
+        if (num_hosts := xr.process_count()) > 1:
+            msg = (
+                f"XLA devices of {num_hosts} hosts: shardkit supports those of one host only. "
+                f"Start the script on a slice of one host (v4-8, v5litepod-8, v6e-8)."
+            )
+            raise MeshError(msg)
     num_devices = xr.world_size() if is_replica else xr.global_runtime_device_count()
     shape = (num_devices,) if shape is None else tuple(shape)
     if math.prod(shape) != num_devices:
@@ -66,15 +71,6 @@ def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> D
     rank = xr.global_ordinal() if is_replica else 0
     backend: Any = ReplicaBackend(shape, rank) if is_replica else SpmdBackend(shape)
     return DeviceMesh("xla", shape, ranks, named, rank, backend)
-
-
-def _refuse_several_hosts() -> None:
-    if xr.process_count() > 1:
-        msg = (
-            f"XLA devices of {xr.process_count()} hosts: shardkit supports those of one host only. "
-            f"Start the script on a slice of one host (v4-8, v5litepod-8, v6e-8)."
-        )
-        raise MeshError(msg)
 
 
 def _turn_on_spmd() -> None:
