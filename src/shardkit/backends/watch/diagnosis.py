@@ -52,7 +52,6 @@ class Diagnosis:
 
     is_final: bool  # Whether the waits will never end.
     text: str  # Words on who waits for whom, where they are, and what to do.
-    key: str = ""  # Name of the wait that the text is about; the same for each look at it.
     told_by: int = 0  # Rank that tells it, where it is not an error of each that waits.
     # Waits of the ranks that cannot go on, by rank: each believes the diagnosis only if it does.
     doomed: dict[str, str] = field(default_factory=dict)
@@ -99,15 +98,13 @@ def diagnose(
     passing = dataclasses.replace(_passing(statuses, lacking), details_of=details_of)
     if not doomed:
         return passing
-    key = ";".join(f"{rank} {_exactly(statuses[rank])}" for rank in sorted(doomed))
-    if key == suspicion:
+    exactly = [
+        (rank, what_is_awaited(statuses[rank]), getattr(statuses[rank].call, "number", None))
+        for rank in sorted(doomed)
+    ]
+    if suspicion == (suspected := repr(exactly)):
         return _final(statuses, doomed, lacking, lost)
-    return dataclasses.replace(passing, suspicion=key)
-
-
-def _exactly(status: RankStatus) -> str:
-    number = f" {status.call.number}" if status.call is not None else ""
-    return f"{what_is_awaited(status)}{number}"
+    return dataclasses.replace(passing, suspicion=suspected)
 
 
 def explain_error(statuses: Sequence[RankStatus], rank: int, silent_after_s: float) -> str | None:
@@ -242,12 +239,10 @@ def _final(
     text = known if known is not None else _parted(statuses, doomed)
     if text is None:
         text = _missing(statuses, sorted(doomed), lacking, lost)
-    first = min(doomed)
     return Diagnosis(
         is_final=True,
         text=text,
-        key=f"{first} {what_is_awaited(statuses[first])}",
-        told_by=first,
+        told_by=min(doomed),
         doomed={str(rank): what_is_awaited(statuses[rank]) or "" for rank in sorted(doomed)},
         in_calls=[rank for rank in sorted(doomed) if statuses[rank].call is not None],
     )
@@ -348,7 +343,6 @@ def _passing(statuses: Sequence[RankStatus], lacking: Mapping[int, Sequence[int]
     """Say who waits for whom, where that may still end."""
     waiting = sorted(r for r in lacking if what_is_awaited(statuses[r]) is not None)
     first = statuses[waiting[0]]
-    key = f"{first.rank} {_exactly(first)}"
     awaited = sorted({other for rank in waiting for other in lacking[rank]})
     # Those that wait themselves come when the others have come.
     awaited = [rank for rank in awaited if not lacking.get(rank)] or awaited
@@ -358,7 +352,7 @@ def _passing(statuses: Sequence[RankStatus], lacking: Mapping[int, Sequence[int]
         text = "\n".join(lines)
     else:
         text = f"{said}. All ranks have issued it, and it is not done. {_GOES_ON}"
-    return Diagnosis(is_final=False, text=text, key=key, told_by=first.rank)
+    return Diagnosis(is_final=False, text=text, told_by=first.rank)
 
 
 def _described(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> list[str]:
