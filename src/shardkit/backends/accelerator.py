@@ -32,7 +32,7 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
-from shardkit.backends.watch.channel import channel_of
+from shardkit.backends.watch.watchdog import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         Reduction,
     )
     from shardkit.backends.device import Event, Stream
-    from shardkit.backends.watch.channel import Issued
+    from shardkit.backends.watch.watchdog import Issued
 
 
 # --- axes -----------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Handle, Reduction
     from shardkit.backends.device import Event
     from shardkit.backends.process_group import CustomCollective
-    from shardkit.backends.watch.channel import Issued
+    from shardkit.backends.watch.watchdog import Issued
 
 
 # --- a mesh axis over gloo ------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING
 
-from shardkit.backends.watch.channel import channel_of
+from shardkit.backends.watch.watchdog import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ from torch.distributed import device_mesh as torch_mesh
 from shardkit._compat import torch_groups
 from shardkit._errors import MeshError
 from shardkit._settings import watch_settings
-from shardkit.backends.watch.channel import channel_of
+from shardkit.backends.watch.watchdog import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

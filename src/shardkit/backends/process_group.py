@@ -13,8 +13,7 @@ from shardkit._compat import torch_groups
 from shardkit._mesh import DeviceMesh
 from shardkit.backends.base import Backend, CommStreams, MeshBackend
 from shardkit.backends.groups import OfWorld, exchange, group_of, sub_group
-from shardkit.backends.watch.channel import channel_of
-from shardkit.backends.watch.watchdog import current_watchdog
+from shardkit.backends.watch.watchdog import channel_of, current_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import device_mesh as torch_mesh
 
     from shardkit.backends.base import AllToAll, Gather, PeerAxis, Reduction
-    from shardkit.backends.watch.channel import Issued
+    from shardkit.backends.watch.watchdog import Issued
 
 
 # --- work of an engine of the host ----------------------------------------------------------------

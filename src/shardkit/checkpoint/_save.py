@@ -27,7 +27,7 @@ from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tree import iter_tensors
 from shardkit.backends.groups import OfWorld, new_group
-from shardkit.backends.watch.channel import channel_of
+from shardkit.backends.watch.watchdog import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import is_plain

@@ -7,13 +7,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
-
 from shardkit._compat import torch_autograd
 from shardkit._settings import watch_settings
 from shardkit.backends.watch.status import (
     CallStatus,
-    GroupStatus,
     WaitStatus,
     call_of,
     is_in_backward,
@@ -228,24 +225,3 @@ class InFlight:
             if self._queue:
                 self._queue[0][0].restart()
         return True
-
-
-# --- groups ---------------------------------------------------------------------------------------
-
-
-class GroupHistory:
-    """What this rank did on one process group, and does there now; see `GroupStatus`."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.ranks = dist.get_process_group_ranks(group)
-        self.sequence = CollectiveSequence()  # What was issued here.
-        self.in_flight = InFlight()  # What a device runs.
-        self.wish: Collective | None = None  # To which the others have not agreed yet.
-        self.is_main = True
-
-    def status(self, *, details: bool = True) -> GroupStatus:
-        """Return what others are told of it. Called with the watchdog's lock."""
-        wish = str(self.wish) if self.wish is not None else None
-        recent = self.sequence.recent() if details else []
-        return GroupStatus(self.ranks, self.sequence.position, wish, self.is_main, recent)

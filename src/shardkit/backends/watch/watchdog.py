@@ -12,6 +12,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 import socket
@@ -20,7 +21,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,18 @@ from shardkit._processes import machine_id, process_state
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import Diagnosis, explain_error, what_is_awaited
-from shardkit.backends.watch.history import CallWait
+from shardkit.backends.watch.history import (
+    CallWait,
+    Collective,
+    CollectiveSequence,
+    CollectiveWait,
+    InFlight,
+    is_main_thread,
+)
 from shardkit.backends.watch.rounds import Answering, Rounds, hello
 from shardkit.backends.watch.runs import RunStore, store_of_run
 from shardkit.backends.watch.status import (
+    GroupStatus,
     RankStatus,
     flight_record,
     instruction_of,
@@ -47,11 +56,11 @@ from shardkit.backends.watch.status import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
-    from shardkit.backends.watch.history import GroupHistory, Wait
+    from shardkit.backends.watch.history import Wait
     from shardkit.backends.watch.status import Lines
 
 
@@ -134,6 +143,127 @@ def end_if_stuck(rank: int, text: str, *, even_on_host: bool, after_s: float = _
     threading.Thread(target=look, name="shardkit-ends", daemon=True).start()
 
 
+# --- process groups -------------------------------------------------------------------------------
+
+
+class Issued(NamedTuple):
+    """A collective that this rank has issued, at a position of its group, to be waited for."""
+
+    channel: Channel
+    position: int
+    what: Collective
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for it, as `watched`."""
+        with self.watched():
+            for work in works:
+                work.wait()
+
+    def started(self, is_done: Callable[[], bool | None]) -> None:
+        """Watch it while a device runs it: all that follows on the device waits."""
+        wait = CollectiveWait(self.channel.name, self.position, self.what, is_main=True)
+        self.channel.in_flight.note(wait, is_done)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch a wait; an error that ends it is explained.
+
+        Raises:
+            RankMismatchError: Other ranks have parted from this one, or do not come.
+        """
+        with self.channel.watchdog.watching(
+            CollectiveWait(self.channel.name, self.position, self.what)
+        ):
+            yield
+
+
+class Channel:
+    """One process group of several ranks: what this rank did on it, and does now.
+
+    What is issued on it is compared first, and waits for it are watched.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog) -> None:
+        self.group = group
+        self.name = group.group_name
+        self.ranks = dist.get_process_group_ranks(group)
+        self.watchdog = watchdog
+        self.sequence = CollectiveSequence()  # What was issued here.
+        self.in_flight = InFlight()  # What a device runs.
+        self.wish: Collective | None = None  # To which the others have not agreed yet.
+        self.is_main = True  # The last one was issued by the main thread, or in its backward.
+        self._last_agreed = ""
+
+    def status(self, *, details: bool = True) -> GroupStatus:
+        """Return what others are told of it. Called with the watchdog's lock."""
+        wish = str(self.wish) if self.wish is not None else None
+        recent = self.sequence.recent() if details else []
+        return GroupStatus(self.ranks, self.sequence.position, wish, self.is_main, recent)
+
+    def issue(self, kind: str, of: str, nbytes: int) -> Issued:
+        """Note a collective that is about to be issued; ask the others if it was not foretold.
+
+        Raises:
+            RankMismatchError: They are about to issue another one, or do not come.
+
+        Cost: nothing where the steps before did the same; else two requests to the store, and a
+            wait for the slowest rank.
+        """
+        sequence, collective = self.sequence, Collective(kind, of, nbytes)
+        issued = Issued(self, sequence.position, collective)
+        if sequence.foretold != collective:
+            self._agree(issued)
+        elif self.watchdog.final_text is not None:
+            raise RankMismatchError(self.watchdog.final_text)
+        with self.watchdog.lock:
+            self.wish = None
+            self.is_main = is_main_thread()
+            sequence.append(collective)
+        return issued
+
+    @contextlib.contextmanager
+    def run(self, kind: str, of: str, nbytes: int) -> Iterator[None]:
+        """Issue and watch a collective that blocks.
+
+        Raises:
+            RankMismatchError: As `issue`, and as `Issued.wait`.
+        """
+        with self.issue(kind, of, nbytes).watched():
+            yield
+
+    @contextlib.contextmanager
+    def section(self, kind: str, of: str) -> Iterator[None]:
+        """Begin something on all ranks together that mixes local work with collectives of torch.
+
+        It is no wait: a rank may work in it for as long as it likes.
+
+        Raises:
+            RankMismatchError: As `issue`; or an error in it was caused by ranks that are lost.
+        """
+        self.issue(kind, of, 0)
+        with self.watchdog.explaining():
+            yield
+
+    def _agree(self, issued: Issued) -> None:
+        """Return when all ranks of the group are about to issue the same."""
+        what = str(issued.what)
+        digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+        key = f"next/{self.name}/{issued.position}/{digest}"
+        wait = CollectiveWait(self.name, issued.position, issued.what, is_issued=False)
+        wait.next_look = wait.since + watch_settings.ask_unexpected_after_s
+        try:
+            with self.watchdog.watching(wait):
+                with self.watchdog.lock:
+                    self.wish = issued.what
+                size = min(len(self.ranks), self.watchdog.world_size)
+                self.watchdog.count_in(key, size, self._last_agreed)
+        except BaseException:
+            with self.watchdog.lock:
+                self.wish = None
+            raise
+        self._last_agreed = key
+
+
 # --- the watchdog ---------------------------------------------------------------------------------
 
 _TICK_S = 0.25
@@ -172,7 +302,7 @@ class Watchdog:
         self.default_store = default_store
         self.rank = rank
         self.world_size = world_size
-        self.channels: dict[str, GroupHistory] = {}  # Process groups in use, by name.
+        self.channels: dict[str, Channel] = {}  # Process groups in use, by name.
         self.final_text: str | None = None  # That of the diagnosis that ended the run.
         self.lock = threading.Lock()  # Held where what others are told is changed or read.
         self.step = 0  # Number of root forwards so far.
@@ -719,6 +849,17 @@ def current_watchdog() -> Watchdog:
             else:
                 _current = Watchdog(store, store, dist.get_rank(), dist.get_world_size())
         return _current
+
+
+def channel_of(group: dist.ProcessGroup | None) -> Channel:
+    """Return the channel of a process group, None the default one; always the same object."""
+    group = group or dist.group.WORLD
+    assert group is not None, "there is a process group"
+    watchdog = current_watchdog()
+    channel = watchdog.channels.get(group.group_name)
+    if channel is None or channel.group is not group:
+        channel = watchdog.channels[group.group_name] = Channel(group, watchdog)
+    return channel
 
 
 def _watchdog_of_thread(store: Any) -> Watchdog:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkit import RankMismatchError
-from shardkit.backends.watch.channel import Channel
+from shardkit.backends.watch.watchdog import Channel
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator

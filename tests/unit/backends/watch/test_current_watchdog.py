@@ -8,8 +8,7 @@ import typing
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends.watch.channel import channel_of
-from shardkit.backends.watch.watchdog import current_watchdog
+from shardkit.backends.watch.watchdog import channel_of, current_watchdog
 
 if typing.TYPE_CHECKING:
     from workers import Spawn

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from shardkit import RankMismatchError
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import watchdog as module
-from shardkit.backends.watch.channel import Channel
 from shardkit.backends.watch.diagnosis import Diagnosis
 from shardkit.backends.watch.history import Collective, CollectiveWait, InFlight
 from shardkit.backends.watch.status import GroupStatus
-from shardkit.backends.watch.watchdog import Watchdog
+from shardkit.backends.watch.watchdog import Channel, Watchdog
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
