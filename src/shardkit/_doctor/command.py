@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch.distributed as dist
 import typer
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from shardkit._doctor.facts import (
@@ -40,6 +41,7 @@ from shardkit._doctor.rules import examine
 from shardkit._text import shown_nbytes
 from shardkit.backends import accelerator_type
 from shardkit.backends.groups import engine_of
+from shardkit.backends.watch.runs import RunStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -185,11 +187,9 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
 ALONE_VARIABLE = "SHARDKIT_DOCTOR_ALONE"
 """Set where the command has started the ranks itself."""
 
-_PREFIX = "shardkit/doctor"
 _POLL_S = 0.05
 _MOST_PARTNERS = 8
 _FIRST, _LINKS, _COLLECTIVES = "come", "links", "collectives"
-_prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _connect: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 
@@ -218,7 +218,7 @@ def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
     )
 
 
-def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
+def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> RunStore:
     """Return the store by which ranks meet."""
     where = f"{place.master_addr}:{place.master_port}"
     host = f"rank {place.rank} on {machine.host_name()}"
@@ -248,7 +248,7 @@ def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
             remedy="another process has it (ss -tlnp), or MASTER_ADDR is not an address of "
             "rank 0's host: choose another MASTER_PORT, or mend MASTER_ADDR",
         ) from error
-    return _prefixed(_PREFIX, store)
+    return RunStore("doctor", store)
 
 
 def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, host: str) -> None:
@@ -285,7 +285,7 @@ class Session:
         self,
         machine: Machine,
         place: LaunchPlace,
-        store: Any,
+        store: RunStore,
         *,
         timeout_s: float,
         device: str | None = None,
@@ -327,7 +327,7 @@ class Session:
         """Wait for all; return what they say. None: not all came, so there is no more to do."""
         checkup = self.checkup
         if self._place.rank == 0:
-            came = [*self._collect(_FIRST, range(self._place.world_size)).values()]
+            came = [*self._collect(_FIRST).values()]
             checkup.ranks += [RankFacts(**facts) for facts in came]
             group = [] if checkup.missing else came
             self._store.set("group", json.dumps(group))
@@ -370,7 +370,7 @@ class Session:
         return kind or None
 
     def _time(self, kind: str) -> None:
-        store = _prefixed("group", self._store)
+        store = c10d.PrefixStore("shardkit/doctor/group", self._store.connection)
         timings = measure_collectives(self._place, store, kind, timeout_s=self._timeout_s)
         self._put(_COLLECTIVES, [*map(dataclasses.asdict, timings)])
         if self._place.rank == 0:
@@ -383,7 +383,7 @@ class Session:
             self._store.set("end", "")
             came = [facts.rank for facts in self.checkup.ranks if facts.rank]
             if self._place.hosts_store:
-                self._collect("bye", came, timeout_s=min(self._timeout_s, 2.0))
+                self._store.await_keys([f"bye/{rank}" for rank in came], min(self._timeout_s, 2.0))
             return self.checkup
         self._wait("end", 3 * self._timeout_s, "")
         self._put("bye", "")
@@ -394,42 +394,32 @@ class Session:
     def _put(self, step: str, value: object) -> None:
         self._store.set(f"{step}/{self._place.rank}", json.dumps(value))
 
-    def _collect(
-        self, step: str, ranks: range | list[int], timeout_s: float | None = None
-    ) -> dict[int, Any]:
+    def _collect(self, step: str) -> dict[int, Any]:
         """Return what ranks put, of those that did so in time."""
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        found: dict[int, Any] = {}
-        while len(found) < len(ranks):
-            for rank in ranks:
-                if rank not in found and self._store.check([f"{step}/{rank}"]):
-                    found[rank] = json.loads(self._store.get(f"{step}/{rank}"))
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_S)
-        return dict(sorted(found.items()))
+        keys = [f"{step}/{rank}" for rank in range(self._place.world_size)]
+        self._store.await_keys(keys, self._timeout_s)
+        missing = set(self._store.missing(keys))
+        there = {rank: key for rank, key in enumerate(keys) if key not in missing}
+        return {rank: json.loads(self._store.get(key)) for rank, key in there.items()}
 
     def _collect_lists(self, step: str) -> list[Any]:
         """Return the lists of all ranks as one; note who put none."""
-        ranks = range(self._place.world_size)
-        answers = self._collect(step, ranks)
-        if silent := [rank for rank in ranks if rank not in answers]:
+        answers = self._collect(step)
+        if silent := [rank for rank in range(self._place.world_size) if rank not in answers]:
             self.checkup.silent[step] = silent
         return [item for items in answers.values() for item in items]
 
     def _wait(self, key: str, timeout_s: float, host: str) -> bytes:
-        try:
-            self._store.wait([key], timedelta(seconds=timeout_s))
-            word: bytes = self._store.get(key)
-        except (dist.DistError, RuntimeError) as error:
-            where = f"rank {self._place.rank} on {host}"
-            raise NoStoreError(
-                where,
-                check="rank-0-silent",
-                what=f"rank 0 did not answer in {timeout_s:.0f} s, or has ended",
-                remedy="look at the output of rank 0",
-            ) from error
-        return word
+        with contextlib.suppress(RuntimeError):  # The store has gone with rank 0.
+            if self._store.await_keys([key], timeout_s):
+                return self._store.get(key)
+        where = f"rank {self._place.rank} on {host}"
+        raise NoStoreError(
+            where,
+            check="rank-0-silent",
+            what=f"rank 0 did not answer in {timeout_s:.0f} s, or has ended",
+            remedy="look at the output of rank 0",
+        )
 
 
 # --- reports --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from shardkit._doctor.command import (
 )
 from shardkit._doctor.facts import Checkup, LaunchPlace
 from shardkit._doctor.rules import examine
+from shardkit.backends.watch.runs import RunStore
 
 TIMEOUT_S = 3.0
 
@@ -41,7 +42,7 @@ def place(rank: int, world_size: int, **fields: typing.Any) -> LaunchPlace:
 
 def meet(machines: dict[int, FakeMachine], world_size: int) -> Checkup:
     """Let ranks with these machines meet; return what rank 0 knows."""
-    store = dist.HashStore()
+    store = RunStore("doctor", dist.HashStore())
     results: dict[int, typing.Any] = {}
 
     def run(rank: int) -> None:
