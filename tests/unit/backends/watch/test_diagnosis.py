@@ -337,6 +337,7 @@ def test_members_take_little_room() -> None:
         '{"rank": 0, "wait": {"group": "0"}}',
         '{"rank": 0, "wait": 3}',
         '{"rank": 0, "gave_up": 3}',
+        '{"rank": 0, "engine": "text"}',
         '{"rank": 0, "more": 3}',
         '{"rank": true}',
         "[" * 100_000,
