@@ -450,6 +450,26 @@ def test_a_parent_does_not_overwrite_what_had_values(shard: bool) -> None:
         assert torch.equal(param.to_local().view_as(param) if shard else param, expected)  # type: ignore[operator]
 
 
+class Aliasing(nn.Module):
+    """Puts what one module inside holds in the place of what another one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 3, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.first.weight, 2.0)
+        nn.init.constant_(self.second.weight, 3.0)
+        self.second.weight = nn.Parameter(self.first.weight.detach())
+
+
+def test_a_parent_may_show_one_tensor_in_the_place_of_another() -> None:
+    model = materialize(on_meta(Aliasing))
+    assert all((param == 2.0).all() for param in model.parameters())
+    assert model.first.weight is not model.second.weight
+
+
 def test_only_touched_tensors_are_whole() -> None:
     """One at a time, also where a module writes all that is in a model."""
     with_memory: list[int] = []

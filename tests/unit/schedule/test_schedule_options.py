@@ -154,3 +154,17 @@ def test_a_list_stays_in_backward_until_all_its_modules_have_left() -> None:
         assert line("last", schedule.exit_backward(0)) == "last: free 0"
         schedule.end_backward()
         assert schedule.live == ()
+
+
+def test_an_earlier_pass_does_not_keep_a_list_in_a_later_backward() -> None:
+    schedule = UnshardSchedule()
+    schedule.options.several_modules = {0}
+    for _ in range(2):
+        schedule.begin_pass()
+        schedule.enter_forward(0)
+        schedule.exit_forward(0, needs_backward=True)
+        schedule.end_pass(needs_backward=True)
+    in_pass = schedule.current_pass
+    schedule.enter_backward(0, in_pass)
+    actions = schedule.exit_backward(0, in_pass, is_last=True)
+    assert line("last", actions) == "last: free 0"
