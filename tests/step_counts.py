@@ -174,7 +174,7 @@ def counts_of(steps: Mapping[str, Callable[[], object]]) -> Counts:
     for name, run in steps.items():
         found[f"{_CALLS}, {name}"] = python_calls(run)
     memory: collections.Counter[str] = collections.Counter()
-    with _events.observe(lambda event: memory.update([event.kind])):
+    with _events.observed_by(_events.StepObserver(lambda event: memory.update([event.kind]))):
         for name, run in steps.items():
             with Operators() as operators:
                 run()

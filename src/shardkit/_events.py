@@ -6,8 +6,8 @@ Nothing is computed for them, and where nobody observes, a place costs one ``is 
     if _events.observer is not None:
         _events.observer.begin("gather", group.name, group=group.number, ...)
 
-One observer at a time; `observe` sets it. It hands a `StepEvent` to its sink when the event ends.
-Where that is too slow, a `StepLog` notes what is told, and makes the events later.
+One observer at a time; `observed_by` sets it. It hands a `StepEvent` to its sink when the event
+ends. Where that is too slow, a `StepLog` notes what is told, and makes the events later.
 
 Kinds, what they span, and what `nbytes` says:
 
@@ -41,13 +41,11 @@ way then.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from contextlib import AbstractContextManager
 
 Kind = Literal[
     "pass",
@@ -67,8 +65,8 @@ Kind = Literal[
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 
 
-# Named tuples: a frozen dataclass takes five times as long to make, 1.5 us. Events that have begun
-# are plain tuples, which take a third of the time of named ones.
+# A named tuple: a frozen dataclass takes five times as long to make, 1.5 us. Events that have begun
+# are plain tuples of the first nine fields, which take a third of the time of named ones.
 
 
 class StepEvent(NamedTuple):
@@ -102,20 +100,6 @@ class StepEvent(NamedTuple):
     closed: int
 
 
-class OpenEvent(NamedTuple):
-    """An event that has not ended: the first fields of `StepEvent`."""
-
-    kind: Kind
-    name: str
-    group: int
-    phase: Phase
-    nbytes: int
-    axis: str
-    num_ranks: int
-    begin: float
-    opened: int
-
-
 _Open = tuple["Kind", str, int, "Phase", int, str, int, float, int]
 _new = tuple.__new__
 
@@ -132,7 +116,9 @@ class StepObserver:
         position: Number of beginnings and ends so far.
     """
 
-    def __init__(self, sink: Callable[[StepEvent], object], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sink: Callable[[StepEvent], object], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.phase: Phase = "forward"
         self.position = 0
         self._open: list[_Open] = []
@@ -140,9 +126,9 @@ class StepObserver:
         self._clock = clock
 
     @property
-    def under_way(self) -> list[OpenEvent]:
-        """Events that have begun and not ended, in the order of their beginnings."""
-        return list(map(OpenEvent._make, self._open))
+    def under_way(self) -> list[StepEvent]:
+        """Events that have begun and not ended, in that order; as if they ended at once."""
+        return [StepEvent(*found, *found[-2:]) for found in self._open]
 
     def is_within(self, kind: Kind) -> bool:
         """Whether an event of a kind has begun and not ended."""
@@ -152,7 +138,6 @@ class StepObserver:
         self,
         kind: Kind,
         name: str,
-        *,
         group: int = -1,
         nbytes: int = 0,
         across: tuple[str, int] = ("", 1),
@@ -189,7 +174,7 @@ class StepObserver:
                 self._sink(_new(StepEvent, found + (self._clock(), closed)))  # noqa: RUF005
                 return
 
-    def tell(self, kind: Kind, name: str, *, group: int = -1, nbytes: int = 0) -> None:
+    def tell(self, kind: Kind, name: str, group: int = -1, nbytes: int = 0) -> None:
         """Something happens at once."""
         self.position = at = self.position + 1
         now = self._clock()
@@ -224,63 +209,54 @@ class StepLog:
     ) -> None:
         self._events: list[StepEvent] = []
         self._at = 0.0
-        self._later = StepObserver(self._events.append, lambda: self._at)
+        self._later = later = StepObserver(self._events.append, lambda: self._at)
+        # A bound method takes a while to make.
+        self._begin, self._end, self._tell = later.begin, later.end, later.tell
         self._clock = clock
         self._max_calls = max_calls
         self._when_full = when_full
-        self._calls: list[tuple[Any, ...]] = []  # Their lengths tell them apart.
+        self._calls: list[tuple[Any, ...]] = []  # A method of `_later`, its arguments, the time.
         self._note = self._calls.append
 
     def begin(
         self,
         kind: Kind,
         name: str,
-        *,
         group: int = -1,
         nbytes: int = 0,
         across: tuple[str, int] = ("", 1),
         phase: Phase | None = None,
     ) -> None:
         """Something begins."""
-        self._note((kind, name, group, nbytes, across, phase, self._clock()))
+        self._note((self._begin, kind, name, group, nbytes, across, phase, self._clock()))
 
     def begin_pass(self, phase: Phase, name: str, group: int) -> None:
         """A pass begins."""
         if len(self._calls) >= self._max_calls:
             self._when_full()
-        self._note((functools.partial(self._later.begin_pass, phase, name, group), self._clock()))
+        self._note((self._later.begin_pass, phase, name, group, self._clock()))
 
     def end(self, kind: Kind, group: int = -1) -> None:
         """It ends."""
-        self._note((kind, group, self._clock()))
+        self._note((self._end, kind, group, self._clock()))
 
-    def tell(self, kind: Kind, name: str, *, group: int = -1, nbytes: int = 0) -> None:
+    def tell(self, kind: Kind, name: str, group: int = -1, nbytes: int = 0) -> None:
         """Something happens at once."""
-        self._note((kind, name, group, nbytes, self._clock()))
+        self._note((self._tell, kind, name, group, nbytes, self._clock()))
 
     def end_backward(self, group: int) -> None:
         """The backward of a root ends."""
-        self._note((functools.partial(self._later.end_backward, group), self._clock()))
+        self._note((self._later.end_backward, group, self._clock()))
 
     def forget(self, groups: Collection[int]) -> None:
         """What is under way of these groups does not end."""
-        self._note((functools.partial(self._later.forget, groups), self._at))
+        self._note((self._later.forget, groups, self._clock()))
 
     def take(self) -> list[StepEvent]:
         """Return the events that have ended since the last time."""
-        later = self._later
-        for *told, at in self._calls:
+        for call, *arguments, at in self._calls:
             self._at = at
-            if len(told) == 6:  # noqa: PLR2004 - as `begin` notes
-                kind, name, group, nbytes, across, phase = told
-                later.begin(kind, name, group=group, nbytes=nbytes, across=across, phase=phase)
-            elif len(told) == 4:  # noqa: PLR2004 - as `tell` notes
-                kind, name, group, nbytes = told
-                later.tell(kind, name, group=group, nbytes=nbytes)
-            elif len(told) == 2:  # noqa: PLR2004 - as `end` notes
-                later.end(*told)
-            else:
-                told[0]()
+            call(*arguments)
         self._calls.clear()
         events = self._events[:]
         self._events.clear()
@@ -316,18 +292,3 @@ def observed_by(new: _Observer) -> Iterator[_Observer]:
         yield new
     finally:
         observer = None
-
-
-def observe(
-    sink: Callable[[StepEvent], object], clock: Callable[[], float] = time.perf_counter
-) -> AbstractContextManager[StepObserver]:
-    """Hand the events of this process to a sink while the context is open.
-
-    Args:
-        sink: Function of each event.
-        clock: Clock of the times, as `StepObserver` has it.
-
-    Returns:
-        A context that yields the observer, as `observed_by` does.
-    """
-    return observed_by(StepObserver(sink, clock))

@@ -17,7 +17,7 @@ from simulation import simulated
 from allocated import Issued, mark, peaks_of, start_counting
 from planned_runs import CASES, EIGHT_RANKS, NUM_CHEAP, Case
 from shardkit import init_device_mesh
-from shardkit._events import StepEvent, observe
+from shardkit._events import StepEvent, StepObserver, observed_by
 from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
 if typing.TYPE_CHECKING:
@@ -107,7 +107,7 @@ class RealRun:
             return 0.0
 
         def step() -> None:
-            with observe(events.append, clock):
+            with observed_by(StepObserver(events.append, clock)):
                 self.step()
 
         peaks = [peak - self.before for peak in peaks_of(step)]
@@ -205,7 +205,7 @@ def run_case_on_streams(name: str) -> Seen:
 
 def _run_uncounted(name: str) -> Seen:
     run, events = RealRun(name), list[StepEvent]()
-    with Issued() as issued, observe(events.append):
+    with Issued() as issued, observed_by(StepObserver(events.append)):
         run.step()
     return Seen(issued.found, _edges(events), [])
 

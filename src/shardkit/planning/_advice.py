@@ -88,8 +88,7 @@ def advise(run: Run, budget_nbytes: int) -> tuple[Advice, ...]:
 def _peak(run: Run) -> int | None:
     """Return the most bytes of a run; None: it cannot be, whatever the user's code raises."""
     with contextlib.suppress(Exception):
-        seen = dry_run(run)
-        return max(seen.meter.totals()[seen.begin :])
+        return dry_run(run).peak_nbytes
     return None
 
 
@@ -140,7 +139,7 @@ def _tried(
     """Return what a run comes to; None: it cannot be, whatever the user's code raises."""
     with contextlib.suppress(Exception):
         seen = dry_run(run, is_timed=True)
-        time, peak = time_of(run, seen, profile), max(seen.meter.totals()[seen.begin :])
+        time, peak = time_of(run, seen, profile), seen.peak_nbytes
         why = (
             f"{time.seconds * 1e3:.1f} ms, collectives cost {time.exposed_s * 1e3:.1f} ms, "
             f"peak {shown_nbytes(peak)}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit._events import observe
+from shardkit._events import observed_by
 from shardkit._module.fully_shard import fully_shard
 from shardkit.backends import init_device_mesh
 from shardkit.backends.base import Gather, Reduction
@@ -78,12 +78,16 @@ class Calibration:
             "in_place": _memory(clock, lambda x: x.mul_(1.0), 1),
             "function": _memory(clock, nn.functional.gelu, 2),
         }
-        self._host = _host_copy(clock)
+        host = torch.ones(_LARGE // 4, pin_memory=not clock.on_cpu)
+        target = torch.empty(_LARGE // 4, device=clock.device)
+        self._host = clock.add(lambda: target.copy_(host, non_blocking=True))
         one = torch.ones(1, device=clock.device)
         self._kernel = clock.add(lambda: one.mul_(1.0))
-        self._links = [link for shape in _shapes(clock.size) for link in _links(clock, shape)]
-        self._overlap = _Overlap(clock) if clock.size > 1 else None
-        self._operators = _Operators(clock)
+        # Meshes (replicate, shard) of all ranks.
+        sizes = [n for n in range(clock.size, 0, -1) if clock.size % n == 0 and clock.size > 1]
+        self._links = [link for n in sizes for link in _links(clock, (clock.size // n, n))]
+        self._overlap = _overlap(clock) if clock.size > 1 else lambda: 1.0
+        self._operator_s = _operator_s(clock)
         self._groups = _Groups(clock)
 
     def measure(self) -> None:
@@ -94,14 +98,14 @@ class Calibration:
         """Return what was measured. Collective."""
         clock, device = self._clock, self._device
         clock.settle()
-        operator_s = self._operators.seconds()
+        operator_s = self._operator_s()
         products = {name: _rates(points) for name, points in self._products.items()}
         memory = {name: _rates(points) for name, points in self._memory.items()}
         profile = HardwareProfile(
             name=f"calibrated-{device}",
             device=device,
             memory_nbytes=memory_nbytes(device),
-            overlap=1.0 if self._overlap is None else self._overlap.part(),
+            overlap=self._overlap(),
             operator_s=operator_s,
             sharded_operator_s=operator_s,
             group_s=0.0,
@@ -110,7 +114,7 @@ class Calibration:
             peak={name: max(rate for _, rate in curve) for name, curve in products.items()},
             products=products,
             memory={**memory, "host": memory["in_place"]},
-            links=tuple(link.route() for link in self._links),
+            links=tuple(route() for route in self._links),
         )
         return self._groups.added_to(profile)
 
@@ -220,31 +224,20 @@ def _memory(clock: _Clock, call: Callable[[Tensor], Tensor], num_tensors: int) -
     return points
 
 
-def _host_copy(clock: _Clock) -> _Probe:
-    host = torch.ones(_LARGE // 4, pin_memory=not clock.on_cpu)
-    target = torch.empty(_LARGE // 4, device=clock.device)
-    return clock.add(lambda: target.copy_(host, non_blocking=True))
+def _operator_s(clock: _Clock) -> Callable[[], float]:
+    """Time what the host takes for an operator of a model, forward and backward."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(16))).to(clock.device)
+    rows = torch.ones(2, 4, device=clock.device)
 
+    def step() -> None:
+        model(rows).sum().backward()
+        model.zero_grad()
 
-class _Operators:
-    """What the host takes for an operator of a model, forward and backward."""
-
-    def __init__(self, clock: _Clock) -> None:
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(16))).to(clock.device)
-        rows = torch.ones(2, 4, device=clock.device)
-
-        def step() -> None:
-            model(rows).sum().backward()
-            model.zero_grad()
-
-        self._probe = clock.add(step)
-        meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
-        with observe(meter.told), meter:
-            step()
-        self._number = len(meter.operators)
-
-    def seconds(self) -> float:
-        return self._probe.seconds / self._number
+    probe = clock.add(step)
+    meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
+    with observed_by(meter.observer), meter:
+        step()
+    return lambda: probe.seconds / len(meter.operators)
 
 
 def memory_nbytes(device: str) -> float:
@@ -261,108 +254,92 @@ def memory_nbytes(device: str) -> float:
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def _shapes(size: int) -> list[tuple[int, int]]:
-    """Return the meshes (replicate, shard) of all ranks."""
-    return [(size // n, n) for n in range(size, 0, -1) if size % n == 0 and size > 1]
-
-
-@dataclass(frozen=True, slots=True)
 class _Sender:
-    """Starts a rank's collectives over the axes of a mesh."""
+    """Starts a rank's collectives over the axes of a mesh (replicate, shard)."""
 
-    mesh: DeviceMesh
-    streams: CommStreams
-    shard: AxisComm
-    replicate: AxisComm
+    def __init__(self, device_type: str, shape: tuple[int, int]) -> None:
+        self._backend = backend = init_device_mesh(device_type, shape).backend
+        self._replicate, self._shard = axes = [backend.axis(0), backend.axis(1)]
+        self._streams: CommStreams = backend.make_streams(axes)
 
     def gather(self, nbytes: int) -> Handle:
         """Start an all-gather."""
-        axis = self.shard
-        full = torch.empty(nbytes // 4, device=self.mesh.backend.device)
+        axis = self._shard
+        full = torch.empty(nbytes // 4, device=self._backend.device)
         own = full.view(axis.size, -1)[axis.rank]
-        return self.streams.start_gather([Gather(full, own, own.clone())], axis, [], "calibration")
+        return self._streams.start_gather([Gather(full, own, own.clone())], axis, [], "calibration")
 
     def reduce(self, nbytes: int) -> ReduceHandle:
         """Start a reduce-scatter."""
-        axis, device = self.shard, self.mesh.backend.device
+        axis, device = self._shard, self._backend.device
         send = torch.zeros(nbytes // 4, device=device)
-        chunks = self.mesh.backend.receive_chunks(axis)
         own = send.numel() // axis.size
-        received = torch.empty(chunks * own, device=device)
+        received = torch.empty(self._backend.receive_chunks(axis) * own, device=device)
         job = Reduction(send, lambda: received, own, send.dtype, 1.0, axis, None, None)
-        return self.streams.start_reduce([job], "calibration")
+        return self._streams.start_reduce([job], "calibration")
 
     def all_reduce(self, nbytes: int) -> None:
         """Sum over the replicate axis."""
-        tensor = torch.zeros(nbytes // 4, device=self.mesh.backend.device)
-        self.replicate.all_reduce(tensor, "sum")
+        self._replicate.all_reduce(torch.zeros(nbytes // 4, device=self._backend.device), "sum")
 
 
-def _sender(mesh: DeviceMesh) -> _Sender:
-    backend = mesh.backend
-    axes = [backend.axis(0), backend.axis(1)]
-    return _Sender(mesh, backend.make_streams(axes), axes[1], axes[0])
-
-
-def _links(clock: _Clock, shape: tuple[int, int]) -> list[_Link]:
-    sender = _sender(init_device_mesh(clock.mesh.device_type, shape))
+def _links(clock: _Clock, shape: tuple[int, int]) -> list[Callable[[], Route]]:
+    """Time collectives over both axes of a mesh."""
+    sender = _Sender(clock.mesh.device_type, shape)
     replicas, shards = shape
-    found = []
+    calls: dict[str, Callable[[int], object]] = {}
     if shards > 1:
-        calls = {"all_gather": lambda n: sender.gather(n).wait()}
+        calls["all_gather"] = lambda n: sender.gather(n).wait()
         calls["reduce_scatter"] = lambda n: sender.reduce(n).wait()
-        found += [_Link(clock, op, call, shards, shards) for op, call in calls.items()]
+    found = [_link(clock, op, call, shards, shards) for op, call in calls.items()]
     if replicas > 1:
-        span = math.prod(shape)
-        found.append(_Link(clock, "all_reduce", sender.all_reduce, replicas, span))
+        found.append(_link(clock, "all_reduce", sender.all_reduce, replicas, math.prod(shape)))
     return found
 
 
-class _Link:
-    """A collective of several sizes."""
+def _link(
+    clock: _Clock, op: str, call: Callable[[int], object], num_ranks: int, span: int
+) -> Callable[[], Route]:
+    """Time a collective of several sizes."""
+    probes = [clock.add(lambda n=n: call(n)) for n in _SENT]  # type: ignore[misc]
 
-    def __init__(
-        self, clock: _Clock, op: str, call: Callable[[int], object], num_ranks: int, span: int
-    ) -> None:
-        self._op, self._num_ranks, self._span = op, num_ranks, span
-        self._probes = [clock.add(lambda n=n: call(n)) for n in _SENT]  # type: ignore[misc]
-
-    def route(self) -> Route:
-        """Return what sizes say: the smallest costs the same as none, the others their rate."""
-        n, times = self._num_ranks, [probe.seconds for probe in self._probes]
-        part = (n - 1) / n * (2 if self._op == "all_reduce" else 1)
+    def route() -> Route:
+        # The smallest costs the same as none, the others their rate.
+        latency_s, *times = [probe.seconds for probe in probes]
+        part = (num_ranks - 1) / num_ranks * (2 if op == "all_reduce" else 1)
         points = [
-            (size * part, size * part / max(seconds - times[0], seconds / 10))
-            for size, seconds in zip(_SENT[1:], times[1:], strict=True)
+            (size * part, size * part / max(seconds - latency_s, seconds / 10))
+            for size, seconds in zip(_SENT[1:], times, strict=True)
         ]
-        return Route(self._span, times[0], tuple(points), self._op, n)
+        return Route(span, latency_s, tuple(points), op, num_ranks)
+
+    return route
 
 
-class _Overlap:
-    """A gather and products, each alone and both at once."""
+def _overlap(clock: _Clock) -> Callable[[], float]:
+    """Time a gather and products, each alone and both at once."""
+    sender = _Sender(clock.mesh.device_type, (1, clock.size))
+    matrix = torch.ones(256, 256, device=clock.device)
+    sent = clock.add(lambda: sender.gather(_LARGE).wait())
+    number = max(1, int(sent.seconds / clock.add(lambda: matrix @ matrix).seconds))
 
-    def __init__(self, clock: _Clock) -> None:
-        sender = _sender(init_device_mesh(clock.mesh.device_type, (1, clock.size)))
-        matrix = torch.ones(256, 256, device=clock.device)
-        self._sent = clock.add(lambda: sender.gather(_LARGE).wait())
-        number = max(1, int(self._sent.seconds / clock.add(lambda: matrix @ matrix).seconds))
+    def compute() -> None:
+        for _ in range(number):
+            matrix @ matrix
 
-        def compute() -> None:
-            for _ in range(number):
-                matrix @ matrix
+    def both() -> None:
+        handle = sender.gather(_LARGE)
+        compute()
+        handle.wait()
 
-        def both() -> None:
-            handle = sender.gather(_LARGE)
-            compute()
-            handle.wait()
+    computed, at_once = clock.add(compute), clock.add(both)
 
-        self._computed, self._both = clock.add(compute), clock.add(both)
-
-    def part(self) -> float:
+    def part() -> float:
         """Return the part of the gather that compute beside it does not feel."""
-        sent_s, computed_s = self._sent.seconds, self._computed.seconds
-        hidden = (sent_s + computed_s - self._both.seconds) / min(sent_s, computed_s)
-        return min(max(hidden, -1.0), 1.0)
+        hidden_s = sent.seconds + computed.seconds - at_once.seconds
+        return min(max(hidden_s / min(sent.seconds, computed.seconds), -1.0), 1.0)
+
+    return part
 
 
 # --- the host -------------------------------------------------------------------------------------
@@ -391,8 +368,8 @@ class _Groups:
         forward_and_backward()
         optimizer.step()
         self._meter = meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
-        with observe(meter.told) as observer, meter:
-            observer.tell("step", "2")
+        with observed_by(meter.observer), meter:
+            meter.observer.tell("step", "2")
             forward_and_backward()
             number = len(meter.operators)
             optimizer.step()

@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit import _events
+from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._kernels import flops_of
@@ -27,22 +28,6 @@ if TYPE_CHECKING:
 
     from shardkit._events import StepEvent
 
-Owner = Literal[
-    "parameters",
-    "padding",
-    "gradients",
-    "optimizer state",
-    "unsharded",
-    "send",
-    "receive",
-    "spare buffers",
-    "collectives",
-    "activations",
-    "batch",
-    "buffers",
-    "temporaries",
-]
-
 
 @dataclass(slots=True, eq=False)
 class HeldMemory:
@@ -50,7 +35,7 @@ class HeldMemory:
 
     Attributes:
         nbytes: Size in bytes.
-        kind: Kind of what it holds; corrected when more is known.
+        kind: Kind of what it holds, such as ``activations``; corrected when more is known.
         name: Name of the module, parameter or group that it is of.
         born: Position in the run at which it came.
         died: Position at which it was free; None: it was not.
@@ -59,7 +44,7 @@ class HeldMemory:
     """
 
     nbytes: int
-    kind: Owner
+    kind: str
     name: str
     born: int
     died: int | None = None
@@ -118,26 +103,13 @@ _FUNCTIONS = frozenset(
 """Operators that compute much for each element."""
 
 
-_BUFFER_KINDS: dict[str, Owner] = {"unsharded": "unsharded", "send": "send", "receive": "receive"}
-
-
 _MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "resize_"})
 """Operators that make memory, and write nothing."""
 _HALF = 2
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Products: the CPU's library copies inputs and result of 16 bits, and inputs with gaps."""
-_SUMS = (
-    "add",
-    "add_",
-    "sub",
-    "sub_",
-    "mul",
-    "mul_",
-    "div",
-    "div_",
-    "lerp_",
-    "addcmul_",
-    "addcdiv_",
+_SUMS = frozenset(
+    {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "lerp_", "addcmul_", "addcdiv_"}
 )
 """Operators for which torch copies inputs of another dtype on the CPU, to that of the result."""
 
@@ -147,12 +119,6 @@ def _has_gaps(matrices: Tensor) -> bool:
     (rows, columns), (down, right) = matrices.shape[-2:], matrices.stride()[-2:]
     by_rows = right == 1 and down >= max(columns, 1)
     return not by_rows and not (down == 1 and right >= max(rows, 1))
-
-
-def _observer() -> _events.StepObserver | None:
-    observer = _events.observer
-    assert not isinstance(observer, _events.StepLog)
-    return observer
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -172,6 +138,7 @@ class MemoryMeter(TorchDispatchMode):
         collectives: Records of all collectives, in the order of issue.
         operators: Records of all operators that compute, in order, where they are recorded.
         events: Events that the core told.
+        observer: Observer that hands them over, for `observed_by`; its times are positions.
         position: Number of births and deaths so far.
         modules: Names of the modules whose forward is under way, the innermost last.
         failed: Name of the module in which an operator raised; None: none did.
@@ -185,12 +152,13 @@ class MemoryMeter(TorchDispatchMode):
         self.collectives: list[IssuedCollective] = []
         self.operators: list[Operator] = []
         self.events: list[StepEvent] = []
+        self.observer = StepObserver(self._told, lambda: float(self.position))
         self.position = 0
         self.modules: list[str] = []
         self.failed: str | None = None
         self._alive: dict[int, tuple[HeldMemory | None, Any]] = {}
-        self._taken: dict[str, list[HeldMemory]] = {}
-        self._spare: list[HeldMemory] = []
+        self._taken: defaultdict[str, list[HeldMemory]] = defaultdict(list)
+        self._spare: defaultdict[int, deque[HeldMemory]] = defaultdict(deque)
 
     # --- what runs ---
 
@@ -202,8 +170,9 @@ class MemoryMeter(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # DTensor asks what shapes come: no memory.
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
             return NotImplemented  # What it runs inside comes here again.
-        if func.namespace == "c10d":
+        if func.namespace in {"c10d", "_c10d_functional"}:
             self._issued(func, args)
+        if func.namespace == "c10d":
             try:
                 return func(*args, **(kwargs or {}))
             except NotImplementedError:  # torch 2.9 has none of them on meta, 2.13 not all.
@@ -218,8 +187,6 @@ class MemoryMeter(TorchDispatchMode):
             self._note_scratch(args, out)
         elif self._on_cpu and name in _SUMS:
             self._note_casts(args)
-        elif func.namespace == "_c10d_functional":
-            self._issued_functional(func, args)
         tensors = (out,) if isinstance(out, Tensor) else tuple(iter_tensors(out))
         self._computed(func, args, kwargs or {}, tensors)
         is_buffer = func is torch.ops.aten.set_.source_Storage_storage_offset
@@ -229,10 +196,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def _computed(self, func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> None:
         """Record an operator, unless it computes nothing, or is a part of a collective."""
-        if not self._is_timed:
-            return
-        observer = _observer()
-        if observer is None or observer.is_within("wait"):
+        if not self._is_timed or self.observer.is_within("wait"):
             return
         name = func.overloadpacket.__name__
         is_new = any(t.untyped_storage()._cdata not in self._alive for t in results)  # noqa: SLF001
@@ -252,9 +216,9 @@ class MemoryMeter(TorchDispatchMode):
         elif name in _FUNCTIONS:
             kind = "function"
         dtype, nbytes = str(last.dtype).removeprefix("torch."), sum(t.nbytes for t in tensors)
-        is_again = observer.phase == "backward" and bool(self.modules)
+        is_again = self.observer.phase == "backward" and bool(self.modules)
         owner = self._owner()[1]
-        done = Operator(observer.position, kind, dtype, flops, nbytes, owner, is_again)
+        done = Operator(self.observer.position, kind, dtype, flops, nbytes, owner, is_again)
         self.operators.append(done)
 
     def note(self, tensor: Tensor, *, is_buffer: bool = False) -> None:
@@ -264,7 +228,7 @@ class MemoryMeter(TorchDispatchMode):
         if key in self._alive:
             return
         if not is_buffer:
-            memory = self._born(storage.nbytes(), *self._owner())
+            memory = self.born(storage.nbytes(), *self._owner())
             memory.on_host = is_on_host(storage)
 
         def end(_: Any) -> None:
@@ -281,7 +245,7 @@ class MemoryMeter(TorchDispatchMode):
             matrices = [each for each in matrices[-2:] if _has_gaps(each)]
         if matrices:
             nbytes = sum(each.nbytes for each in (*matrices, out))
-            self._die(self._born(nbytes, *self._owner()))
+            self._die(self.born(nbytes, *self._owner()))
 
     def _note_casts(self, args: Any) -> None:
         """Record what an operator copies to the dtype that its inputs have in common."""
@@ -290,18 +254,12 @@ class MemoryMeter(TorchDispatchMode):
         if len(dtypes) > 1:
             common = functools.reduce(torch.promote_types, dtypes)
             nbytes = sum(a.numel() * common.itemsize for a in inputs if a.dtype != common)
-            self._die(self._born(nbytes, *self._owner()))
+            self._die(self.born(nbytes, *self._owner()))
 
-    def hold(self, nbytes: int, name: str) -> None:
-        """Record memory that no operator makes, from now on."""
-        self._born(nbytes, "buffers", name)
-
-    def _owner(self) -> tuple[Owner, str]:
+    def _owner(self) -> tuple[str, str]:
         """Return what new memory is taken for, and whose it is."""
-        observer = _observer()
-        phase = "forward" if observer is None else observer.phase
-        computing = None
-        for event in reversed(() if observer is None else observer.under_way):
+        phase, computing = self.observer.phase, None
+        for event in reversed(self.observer.under_way):
             if event.kind == "wait":
                 return "collectives", event.name
             if event.kind == "compute":
@@ -313,7 +271,8 @@ class MemoryMeter(TorchDispatchMode):
             return "activations", self.modules[-1] if self.modules else "outside of modules"
         return "temporaries", "backward" if computing is None else f"backward of {computing.name}"
 
-    def _born(self, nbytes: int, kind: Owner, name: str) -> HeldMemory:
+    def born(self, nbytes: int, kind: str, name: str) -> HeldMemory:
+        """Record memory that exists from now on."""
         self.position += 1
         memory = HeldMemory(nbytes, kind, name, self.position)
         self.memories.append(memory)
@@ -324,51 +283,36 @@ class MemoryMeter(TorchDispatchMode):
         memory.died = self.position
 
     def _issued(self, func: Any, args: Any) -> None:
+        """Record a collective: its bytes are those of the largest argument, or of the result."""
         name = func.__name__.partition(".")[0].strip("_")
-        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-        size = size_of_group(boxed)
-        nbytes = max(sum(tensor.nbytes for tensor in iter_tensors(arg)) for arg in args)
-        self.collectives.append(IssuedCollective(name, nbytes, size, self.position))
-
-    def _issued_functional(self, func: Any, args: Any) -> None:
-        """Record a collective of a DTensor: as large as its input, or as its result if gathered."""
-        name = func.__name__.partition(".")[0]
-        if not isinstance(args[-1], str):
+        group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), args[-1])
+        if not isinstance(group, (torch.ScriptObject, str)):
             return  # It waits, for example.
-        size = size_of_group(args[-1])
-        nbytes = sum(tensor.nbytes for tensor in iter_tensors(args[0]))
-        nbytes *= size if name.startswith("all_gather") else 1
+        size = size_of_group(group)
+        nbytes = max(sum(tensor.nbytes for tensor in iter_tensors(arg)) for arg in args)
+        if isinstance(group, str) and name.startswith("all_gather"):  # A DTensor's.
+            nbytes *= size
         self.collectives.append(IssuedCollective(name, nbytes, size, self.position))
 
     # --- what the core tells ---
 
-    def clock(self) -> float:
-        """Return the position: the time of a dry run."""
-        return float(self.position)
-
-    def told(self, event: StepEvent) -> None:
+    def _told(self, event: StepEvent) -> None:
         """Take an event."""
         self.events.append(event)
-        if event.kind == "allocate":
-            self._spare.append(self._born(event.nbytes, "spare buffers", "kept for reuse"))
-        elif event.kind == "free":
-            self._die(self._pop_spare(event.nbytes))
-        elif event.kind == "take":
-            self._die(self._pop_spare(event.nbytes))
-            kind, _, name = event.name.partition(" ")
-            memory = self._born(event.nbytes, _BUFFER_KINDS[kind], name)
-            self._taken.setdefault(event.name, []).append(memory)
+        nbytes = event.nbytes
+        if event.kind in {"take", "free"}:
+            self._die(self._spare[nbytes].popleft())
         elif event.kind == "return":
             self._die(self._taken[event.name].pop())
-            self._spare.append(self._born(event.nbytes, "spare buffers", "kept for reuse"))
-
-    def _pop_spare(self, nbytes: int) -> HeldMemory:
-        at = next(i for i, memory in enumerate(self._spare) if memory.nbytes == nbytes)
-        return self._spare.pop(at)
+        if event.kind in {"allocate", "return"}:
+            self._spare[nbytes].append(self.born(nbytes, "spare buffers", "kept for reuse"))
+        elif event.kind == "take":
+            kind, _, name = event.name.partition(" ")
+            self._taken[event.name].append(self.born(nbytes, kind, name))
 
     # --- what is known later ---
 
-    def label(self, tensor: Tensor, kind: Owner, name: str, *, on_host: bool | None = None) -> None:
+    def label(self, tensor: Tensor, kind: str, name: str, *, on_host: bool | None = None) -> None:
         """Say what memory that exists now is of; nothing for memory of buffers."""
         storage = tensor.untyped_storage()
         memory, _ = self._alive.get(storage._cdata, (None, None))  # noqa: SLF001
@@ -382,20 +326,20 @@ class MemoryMeter(TorchDispatchMode):
         if on_host is not None:
             memory.on_host = on_host
 
-    def totals(self, *, on_host: bool = False) -> list[int]:
-        """Return the bytes that existed after each position."""
+    def totals(self, kind: str | None = None, *, on_host: bool = False) -> list[int]:
+        """Return the bytes that existed after each position, of one kind or of all."""
         changes = [0] * (self.position + 1)
         for memory in self.memories:
-            if memory.on_host == on_host:
+            if memory.on_host == on_host and kind in {None, memory.kind}:
                 changes[memory.born] += memory.nbytes
                 if memory.died is not None:
                     changes[memory.died] -= memory.nbytes
         return list(itertools.accumulate(changes))
 
-    def at(self, position: int, *, on_host: bool = False) -> list[HeldMemory]:
+    def at(self, position: int) -> list[HeldMemory]:
         """Return what existed after a position."""
         return [
             m
             for m in self.memories
-            if m.on_host == on_host and m.born <= position and (m.died is None or m.died > position)
+            if not m.on_host and m.born <= position and (m.died is None or m.died > position)
         ]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shardkit._events import StepEvent
-    from shardkit.planning._meter import HeldMemory, IssuedCollective
+    from shardkit.planning._meter import HeldMemory, IssuedCollective, MemoryMeter
     from shardkit.planning._profile import HardwareProfile
     from shardkit.planning._run import DryRun, Run
     from shardkit.planning._time import StepTime
@@ -194,7 +194,7 @@ def plan_of(
         peak=instants[0],
         instants=instants,
         between_steps=_by_kind(meter.at(seen.begin)),
-        most_of_kind=_most_of_kind(meter.memories, seen.begin),
+        most_of_kind=_most_of_kind(meter, seen.begin),
         padding_nbytes=seen.padding_nbytes,
         host_nbytes=max(host[seen.begin :]),
         collectives=_sent(meter.collectives[seen.first_collective :]),
@@ -264,22 +264,10 @@ def _by_kind(memories: Iterable[HeldMemory]) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in found.most_common() if nbytes}
 
 
-def _most_of_kind(memories: Iterable[HeldMemory], begin: int) -> dict[str, int]:
-    """Return the most bytes of each kind at once, from a position on."""
-    changes: dict[str, list[tuple[int, int]]] = {}
-    for memory in memories:
-        if memory.on_host or (memory.died is not None and memory.died <= begin):
-            continue
-        of_kind = changes.setdefault(memory.kind, [])
-        of_kind.append((max(memory.born, begin), memory.nbytes))
-        if memory.died is not None:
-            of_kind.append((memory.died, -memory.nbytes))
-    most: Counter[str] = Counter()
-    for kind, of_kind in changes.items():
-        now = 0
-        for _, change in sorted(of_kind):
-            now += change
-            most[kind] = max(most[kind], now)
+def _most_of_kind(meter: MemoryMeter, begin: int) -> dict[str, int]:
+    """Return the most bytes of each kind at once, from a position on, the largest first."""
+    kinds = dict.fromkeys(memory.kind for memory in meter.memories)
+    most = Counter({kind: max(meter.totals(kind)[begin:]) for kind in kinds})
     return {kind: nbytes for kind, nbytes in most.most_common() if nbytes}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from torch.nn.modules.module import (
 )
 
 from shardkit._errors import ConfigError
-from shardkit._events import observe
+from shardkit._events import observed_by
 from shardkit._module.fsdp_module import FSDPModule
-from shardkit._module.hooks import get_state
+from shardkit._module.hooks import groups_in
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit._wrapping.activations import checkpoint_activations
 from shardkit._wrapping.auto_shard import auto_shard
@@ -93,26 +94,28 @@ class DryRun:
     padding_nbytes: int
     num_params: int
 
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes of the device that exist at once in the second step."""
+        return max(self.meter.totals()[self.begin :])
+
 
 def on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters and buffers are on meta; those it has stay."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-        made = nn.Parameter(empty, tensor.requires_grad) if _is_param(tensor) else empty
+        is_param = isinstance(tensor, nn.Parameter)
+        made = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
         made.__dict__.update(tensor.__dict__)
         memo[id(tensor)] = made
     result: nn.Module = copy.deepcopy(module, memo)
     return result
 
 
-def _is_param(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
 def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
     """Return a batch as the arguments of a model, on meta."""
-    moved = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
+    moved = map_tensors(functools.partial(torch.empty_like, device="meta"), batch)
     if isinstance(moved, Mapping):
         return dict(moved)
     return tuple(moved) if isinstance(moved, (tuple, list)) else (moved,)
@@ -132,22 +135,26 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
     model = on_meta(run.model)
     meter = MemoryMeter(on_cpu=run.on_cpu, is_timed=is_timed)
     world = dry_world(math.prod(run.mesh), run.rank, has_streams=not run.on_cpu)
-    with world, meter, observe(meter.told, meter.clock) as observer:
+    with world, meter, observed_by(meter.observer):
         names = ("replicate", "shard")[-len(run.mesh) :]
         mesh = init_dry_mesh(run.mesh, names)
         num_params = sum(param.numel() for param in model.parameters())
         # A number of each value that ranks compare, and what C++ makes of Python's numbers.
-        meter.hold(8 * len([*model.parameters()]) + 64, "scalars")
-        _shard(run, model, mesh)
-        batch = map_tensors(_copied, run.batch)
+        meter.born(8 * len([*model.parameters()]) + 64, "buffers", "scalars")
+        if run.recompute is not None:
+            checkpoint_activations(model, **run.recompute)
+        if run.shard is not None:
+            run.shard(model, mesh)
+        else:
+            auto_shard(model, mesh=mesh, **run.options)
+        batch = map_tensors(torch.empty_like, run.batch)
         for tensor in iter_tensors(batch):
             meter.label(tensor, "batch", "batch")
         for name, buffer in model.named_buffers():
             meter.label(buffer, "buffers", name)
         for name, param in model.named_parameters():
             meter.label(_local(param), "parameters", name)
-        optimizer = None if run.optimizer is None else _optimizer(run, model)
-        step = _Step(run, model, optimizer, batch)
+        optimizer = _optimizer(run, model)
         with (
             _named_modules(model, meter),
             fused_attention(on_cpu=run.on_cpu),
@@ -155,18 +162,9 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
             seen_random_states(meter.note) if run.on_cpu else contextlib.nullcontext(),
             _explained(meter),
         ):
-            observer.tell("step", "1")
-            step.run(meter)
-            begin, first = meter.position, len(meter.collectives)
-            observer.tell("step", "2")
-            step.run(meter)
-            step.drop()
+            begin, first = _two_steps(run, model, optimizer, batch, meter)
         padding = _padding_nbytes(model)
     return DryRun(meter, begin, first, padding, num_params)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor)
 
 
 def _local(tensor: Any) -> Tensor:
@@ -176,21 +174,9 @@ def _local(tensor: Any) -> Tensor:
     return found.detach()
 
 
-def _is_offloaded(param: Any) -> bool:
-    return is_on_host(_local(param).untyped_storage())
-
-
-def _shard(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
-    if run.recompute is not None:
-        checkpoint_activations(model, **run.recompute)
-    if run.shard is not None:
-        run.shard(model, mesh)
-    else:
-        auto_shard(model, mesh=mesh, **run.options)
-
-
-def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    assert run.optimizer is not None
+def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer | None:
+    if run.optimizer is None:
+        return None
     optimizer = run.optimizer([p for p in model.parameters() if p.requires_grad])
     for group in optimizer.param_groups:
         # What torch chooses on an accelerator, it does not on meta.
@@ -199,65 +185,56 @@ def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-class _Step:
-    """A step as a plain loop makes it: names keep the last output until the next one is there."""
+def _two_steps(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    meter: MemoryMeter,
+) -> tuple[int, int]:
+    """Make two steps as a plain loop does: names keep the last output until the next one is there.
 
-    def __init__(
-        self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any
-    ) -> None:
-        self._run = run
-        self._model = model
-        self._optimizer = optimizer
-        self._batch = batch
-        self._output: Any = None
-        self._loss: Any = None
-
-    def run(self, meter: MemoryMeter) -> None:
-        """Make the step."""
-        for number in range(self._run.accumulate):
-            if self._run.accumulate > 1 and isinstance(self._model, FSDPModule):
-                is_last = number == self._run.accumulate - 1
-                self._model.set_requires_gradient_sync(is_last)
-            self._output = self._forward()
-            self._loss = self._loss_of(self._output)
-            self._loss.backward()
-        params = list(self._model.named_parameters())
-        for name, param in params:
+    Returns:
+        The position at which the second one began, and the number of collectives before that.
+    """
+    begin = first = 0
+    for step in ("1", "2"):
+        begin, first = meter.position, len(meter.collectives)
+        meter.observer.tell("step", step)
+        for left in reversed(range(run.accumulate)):
+            if run.accumulate > 1 and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(not left)
+            output = model(**batch) if isinstance(batch, dict) else model(*batch)
+            loss = _loss_of(run, output)
+            loss.backward()
+        names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+        for param, name in names.items():
             if param.grad is not None:
                 meter.label(_local(param.grad), "gradients", name)
-        if self._optimizer is None:
-            self._model.zero_grad()
-            return
-        self._optimizer.step()
-        names = {id(param): name for name, param in params}
-        for key, state in self._optimizer.state.items():
-            name, host = names.get(id(key), "?"), _is_offloaded(key)
-            for tensor in iter_tensors(state):
-                meter.label(_local(tensor), "optimizer state", name, on_host=host)
-        self._optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.step()
+            for key, state in optimizer.state.items():
+                host = is_on_host(_local(key).untyped_storage())
+                for tensor in iter_tensors(state):
+                    name = names.get(key, "?")
+                    meter.label(_local(tensor), "optimizer state", name, on_host=host)
+        (model if optimizer is None else optimizer).zero_grad()
+    return begin, first
 
-    def drop(self) -> None:
-        """Let the last output go."""
-        self._output = self._loss = None
 
-    def _forward(self) -> Any:
-        if isinstance(self._batch, dict):
-            return self._model(**self._batch)
-        return self._model(*self._batch)
-
-    def _loss_of(self, output: Any) -> Tensor:
-        if self._run.loss is not None:
-            return self._run.loss(output)
-        found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-        if found is None:
-            found = next((t for t in iter_tensors(output) if t.requires_grad), None)
-        if found is None:
-            msg = (
-                "the model returns no tensor that requires a gradient, so a plan knows no loss. "
-                "Pass loss=, a function of the model's output."
-            )
-            raise ConfigError(msg)
-        return found if found.dim() == 0 else found.sum()
+def _loss_of(run: Run, output: Any) -> Tensor:
+    if run.loss is not None:
+        return run.loss(output)
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if found is None:
+        found = next((t for t in iter_tensors(output) if t.requires_grad), None)
+    if found is None:
+        msg = (
+            "the model returns no tensor that requires a gradient, so a plan knows no loss. "
+            "Pass loss=, a function of the model's output."
+        )
+        raise ConfigError(msg)
+    return found if found.dim() == 0 else found.sum()
 
 
 @contextlib.contextmanager
@@ -274,15 +251,11 @@ def _named_modules(model: nn.Module, meter: MemoryMeter) -> Iterator[None]:
         if meter.modules:
             meter.modules.pop()
 
-    handles = [
+    with (
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -313,15 +286,11 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
 
 def _padding_nbytes(model: nn.Module) -> int:
     """Return the bytes of this rank's shards that no parameter has."""
-    states = [get_state(module) for module in model.modules()]
-    groups = dict.fromkeys(s.group for s in states if s is not None and s.group is not None)
     padding = 0
-    for group in groups:
+    for group in groups_in(model, recurse=True):
         for bucket in group.buckets:
             layout, rank = bucket.store.layout, bucket.plan.axis.rank
-            owned = 0
-            for index in range(len(bucket.entries)):
-                start, stop = layout.owned_range(index, rank)
-                owned += stop - start
+            ranges = [layout.owned_range(index, rank) for index in range(len(bucket.entries))]
+            owned = sum(stop - start for start, stop in ranges)
             padding += bucket.store.shard_nbytes - owned * bucket.plan.orig_dtype.itemsize
     return padding

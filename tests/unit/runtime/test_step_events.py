@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recording import recording_mesh
 from shardkit import _events, fully_shard
-from shardkit._events import StepEvent, StepLog, observe, observed_by
+from shardkit._events import StepEvent, StepLog, StepObserver, observed_by
 
 _LAYER_NBYTES = 768 * 768 * 4
 
@@ -47,7 +47,7 @@ def _step(model: nn.Module) -> None:
 
 def _events_of(model: nn.Module, steps: int = 1) -> list[StepEvent]:
     events: list[StepEvent] = []
-    with observe(events.append, lambda: 0.0) as observer:
+    with observed_by(StepObserver(events.append, lambda: 0.0)) as observer:
         for _ in range(steps):
             _step(model)
         assert observer.under_way == []
@@ -130,7 +130,7 @@ def test_a_forward_that_raises_leaves_nothing_open_after_the_next() -> None:
 
     hook = model.second.register_forward_pre_hook(fail)
     events: list[StepEvent] = []
-    with observe(events.append) as observer:
+    with observed_by(StepObserver(events.append)) as observer:
         with pytest.raises(ValueError, match="no"):
             _step(model)
         hook.remove()
@@ -157,7 +157,7 @@ def test_a_log_makes_the_same_events_later(*, is_failing: bool) -> None:
         _step(model)
 
     events: list[StepEvent] = []
-    with observe(events.append, clock()):
+    with observed_by(StepObserver(events.append, clock())):
         steps()
     parts: list[list[StepEvent]] = []
     log = StepLog(clock(), 20, lambda: parts.append(log.take()))
@@ -171,9 +171,9 @@ def test_a_log_makes_the_same_events_later(*, is_failing: bool) -> None:
 
 def test_nobody_observes_after_the_context_and_two_do_not_at_once() -> None:
     with (
-        observe(lambda _: None),
+        observed_by(StepObserver(lambda _: None)),
         pytest.raises(RuntimeError, match="observed already"),
-        observe(lambda _: None),
+        observed_by(StepObserver(lambda _: None)),
     ):
         pass
     assert _events.observer is None
@@ -184,7 +184,7 @@ def test_two_roots_of_one_backward_are_told_apart() -> None:
     first, second = _sharded(), _sharded()
     x = torch.ones(2, 768, requires_grad=True)
     events: list[StepEvent] = []
-    with observe(events.append, lambda: 0.0) as observer:
+    with observed_by(StepObserver(events.append, lambda: 0.0)) as observer:
         for _ in range(2):
             (first(x) + second(x)).sum().backward()
             assert observer.phase == "optimizer"
