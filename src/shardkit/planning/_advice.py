@@ -110,27 +110,21 @@ def choose_among(run: Run, budget_nbytes: int, profile: HardwareProfile) -> tupl
     One thing after the other is changed: the mesh, what is resharded, the groups, recompute,
     offload. Of each the best is kept for those that follow, until all have been tried.
     """
-    tried: list[tuple[Run, Choice]] = []
-    best, best_choice = run, _tried(run, (), profile, None)
-    if best_choice is not None:
-        tried.append((run, best_choice))
-    first = best_choice
+    first = _tried(run, (), profile, None)
+    tried = [] if first is None else [(run, first)]
+    best, changes = run, tuple[str, ...]()
     for variants in (_meshes, _reshards, _groupings, _recomputes, _offloads):
-        kept = () if best_choice is None else best_choice.changes
         for change, variant in variants(best):
-            made = _tried(variant, (*kept, change), profile, first)
-            if made is not None:
-                tried.append((variant, made))
-        if tried:
-            best, best_choice = min(tried, key=lambda each: _badness(each[1], budget_nbytes))
+            if (choice := _tried(variant, (*changes, change), profile, first)) is not None:
+                tried.append((variant, choice))
+        if tried:  # What fits is judged by its time, the others by their size.
+            best, choice = min(
+                tried,
+                key=lambda each: (max(each[1].peak_nbytes - budget_nbytes, 0), each[1].seconds),
+            )
+            changes = choice.changes
     fitting = [choice for _, choice in tried if choice.peak_nbytes <= budget_nbytes]
     return tuple(sorted(fitting, key=lambda choice: choice.seconds)[:_NUM_CHOICES])
-
-
-def _badness(choice: Choice, budget_nbytes: int) -> tuple[int, float]:
-    """Return what is least for the best one: what fits by its time, the others by their size."""
-    over = max(choice.peak_nbytes - budget_nbytes, 0)
-    return over, choice.seconds
 
 
 def _tried(

@@ -7,13 +7,15 @@ import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
 from shardkit._compat.torch_tensors import FLOP_FORMULAS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -22,8 +24,7 @@ _HEAD_DIMS = 8
 """Fused kernels of CUDA want heads of a multiple of this."""
 
 
-@contextlib.contextmanager
-def fused_attention(*, on_cpu: bool) -> Iterator[None]:
+def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
     """Compute attention on meta as fused kernels do; torch would make the matrix of scores there.
 
     The function of torch is another one meanwhile. A mode would not do: it is off in a backward,
@@ -33,8 +34,7 @@ def fused_attention(*, on_cpu: bool) -> Iterator[None]:
         on_cpu: Whether the kernel is that of the CPU; else those of CUDA: flash attention, or
             memory-efficient attention where there is a mask.
     """
-    functional: Any = torch.nn.functional
-    original = functional.scaled_dot_product_attention
+    original: Any = torch.nn.functional.scaled_dot_product_attention
     kernel = _on_cpu if on_cpu else _on_cuda
 
     @functools.wraps(original)
@@ -42,15 +42,10 @@ def fused_attention(*, on_cpu: bool) -> Iterator[None]:
         fused = kernel(**{**dict(zip(_NAMES, args, strict=False)), **options})
         return original(*args, **options) if fused is None else fused
 
-    functional.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = original
+    return patch.object(torch.nn.functional, original.__name__, attention)
 
 
-@contextlib.contextmanager
-def seen_random_states(note: Callable[[Tensor], object]) -> Iterator[None]:
+def seen_random_states(note: Callable[[Tensor], object]) -> AbstractContextManager[object]:
     """Note the states of random numbers that activation checkpointing keeps: no operator."""
     original = torch.get_rng_state
 
@@ -60,37 +55,24 @@ def seen_random_states(note: Callable[[Tensor], object]) -> Iterator[None]:
         note(state)
         return state
 
-    torch.get_rng_state = get_state
-    try:
-        yield
-    finally:
-        torch.get_rng_state = original
+    return patch.object(torch, original.__name__, get_state)
 
 
-@contextlib.contextmanager
-def without_packed_sequences() -> Iterator[None]:
+def without_packed_sequences() -> AbstractContextManager[object]:
     """Have models of transformers take a batch without a mask for one sequence in each row.
 
     They look at values of the positions to see whether rows hold several. Tried with 5.20 to 5.23.
     """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    original = getattr(masks, "find_packed_sequence_indices", None)
-    if original is None:
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda _: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = original
+    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    has_it = hasattr(masks, name)
+    return patch.object(masks, name, lambda _: None) if has_it else contextlib.nullcontext()
 
 
 def _are_fused(query: Any, key: Any, value: Any, options: Any) -> bool:
     """Whether fused kernels take these inputs: they broadcast nothing, but heads if asked to."""
     if query.dim() != 4 or not query.shape[0] == key.shape[0] == value.shape[0]:  # noqa: PLR2004
         return False
-    heads = {each.shape[1] for each in (query, key, value)}
-    return len(heads) == 1 or bool(options.get("enable_gqa"))
+    return query.shape[1] == key.shape[1] == value.shape[1] or bool(options.get("enable_gqa"))
 
 
 def _whole_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

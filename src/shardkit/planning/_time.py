@@ -1,25 +1,28 @@
-"""How long a step takes: what a dry run saw, as tasks on the lanes of a machine, by a profile."""
+"""How long a step takes: what a dry run saw, as tasks on the lanes of a machine, by a profile.
+
+Tasks run by a clock (`replay`), and say what runs beside what.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardkit.planning._replay import Task, replay
+from shardkit.planning._meter import Operator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shardkit._events import StepEvent
-    from shardkit.planning._meter import Operator
     from shardkit.planning._profile import HardwareProfile
     from shardkit.planning._run import DryRun, Run
 
 _NUM_MODULES = 10
 _OF_MEMORY = ("allocate", "free", "take", "return")
 _OPS = {"gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
+_ROUNDING_S = 1e-15
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,9 @@ def seconds_of(operator: Operator, profile: HardwareProfile) -> float:
 
 
 def _modules(operators: Iterable[Operator], profile: HardwareProfile) -> tuple[ModuleCost, ...]:
-    found: dict[str, list[Operator]] = {}
+    found: dict[str, list[Operator]] = defaultdict(list)
     for each in operators:
-        found.setdefault(each.owner, []).append(each)
+        found[each.owner].append(each)
     costs = [
         ModuleCost(
             name,
@@ -155,30 +158,30 @@ class _Tasks:
         self._compute: Task | None = None
         self._busy_s = self._host_s = 0.0
         self._name = ""
-        self._under_way: dict[tuple[str, int], list[Task]] = {}
+        self._under_way: defaultdict[tuple[str, int], list[Task]] = defaultdict(list)
         self._joined: tuple[str, Task, int] | None = None
-        self._returned: dict[int, list[Task | None]] = {}
+        self._returned: defaultdict[int, list[Task | None]] = defaultdict(list)
         self._taken: list[Task] = []
         self._copied_s = 0.0
         self._begun: Task | None = None  # A reduction that no other work followed.
 
     def of(self, events: Iterable[StepEvent], operators: Sequence[Operator]) -> list[Task]:
         """Return the tasks of a step."""
-        edges: list[tuple[float, Any]] = [(each.after + 0.5, each) for each in operators]
+        edges: list[tuple[float, StepEvent | Operator, bool]]
+        edges = [(each.after + 0.5, each, True) for each in operators]
         for event in events:
-            edges.append((event.opened, (event, True)))
+            edges.append((event.opened, event, True))
             if event.closed > event.opened:
-                edges.append((event.closed, (event, False)))
-        edges.sort(key=lambda edge: edge[0])
-        for _, what in edges:
-            if len(what) != 2:  # noqa: PLR2004 - an operator
+                edges.append((event.closed, event, False))
+        for _, what, is_begin in sorted(edges, key=lambda edge: edge[0]):
+            if isinstance(what, Operator):
                 self._operator(what)
-                continue
-            self._edge(*what)
+            else:
+                self._edge(what, is_begin=is_begin)
         self._end_segment("")
         return self._tasks
 
-    def _edge(self, event: StepEvent, is_begin: bool) -> None:  # noqa: FBT001 - of a pair
+    def _edge(self, event: StepEvent, *, is_begin: bool) -> None:
         """An event begins or ends."""
         begun = self._begun
         if event.kind not in _OF_MEMORY:
@@ -191,21 +194,17 @@ class _Tasks:
             self._end_segment(event.name)
             self._host_s += self._profile.group_s / 2  # Once where it begins, once at its end.
         elif event.kind == "copy":
-            self._copy(event.nbytes, begun)
+            seconds = event.nbytes / self._profile.host_bytes_per_s
+            if begun is None:  # Shards, in front of the next gather.
+                self._copied_s += seconds
+            else:  # Sums, behind the reduction that has begun.
+                begun.seconds += seconds
         elif not self._on_cpu and event.kind == "take":
             self._take(event.nbytes)
         elif not self._on_cpu and event.kind == "return":
             self._end_segment(self._name)
             last = self._compute if event.name.startswith("unsharded") else self._last("reduce")
-            self._returned.setdefault(event.nbytes, []).append(last)
-
-    def _copy(self, nbytes: int, begun: Task | None) -> None:
-        """Copy shards in front of the next gather, or sums behind a reduction that has begun."""
-        seconds = nbytes / self._profile.host_bytes_per_s
-        if begun is None:
-            self._copied_s += seconds
-        else:
-            begun.seconds += seconds
+            self._returned[event.nbytes].append(last)
 
     def _operator(self, operator: Operator) -> None:
         self._joined = None
@@ -242,7 +241,7 @@ class _Tasks:
 
     def _take(self, nbytes: int) -> None:
         """Let the next gather wait for its memory: what compute gave back comes first."""
-        free = self._returned.get(nbytes, [])
+        free = self._returned[nbytes]
         at = next((i for i, task in enumerate(free) if task and task.lane == "compute"), 0)
         if free and (task := free.pop(at)) is not None:
             self._taken.append(task)
@@ -266,7 +265,7 @@ class _Tasks:
             self._taken = []
         self._name, self._joined = name, (event.kind, task, nbytes)
         self._begun = task if event.kind == "reduce_scatter" else None
-        self._under_way.setdefault((lane, event.group), []).append(task)
+        self._under_way[lane, event.group].append(task)
 
     def _sent_s(self, event: StepEvent, nbytes: int) -> float:
         """Return the time of a collective like that of an event, of so many bytes."""
@@ -275,10 +274,91 @@ class _Tasks:
 
     def _wait(self, event: StepEvent) -> None:
         """Let compute wait for what was started for the group of the event."""
-        name = self._name
-        self._end_segment(name)
+        self._end_segment(self._name)
         self._joined = None
-        found = self._under_way.pop(("gather", event.group), None)
-        if found is None:
-            found = self._under_way.get(("reduce", event.group), [])
-        self._add("compute", 0.0, found)
+        gathers = self._under_way.pop(("gather", event.group), None)
+        self._add("compute", 0.0, gathers or self._under_way["reduce", event.group])
+
+
+# --- by a clock -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """Something that takes time.
+
+    Attributes:
+        lane: Name of what it runs on: ``host``, ``compute``, or a stream of collectives. Tasks of a
+            lane run one after the other, in the order in which they are given.
+        seconds: Time that it takes if nothing runs beside it.
+        after: Tasks that end before it begins.
+        name: Name of it.
+        link: Name of what its bytes travel over; empty: it sends none.
+        begin: Time of the beginning in seconds; set by `replay`.
+        end: Time of the end.
+    """
+
+    lane: str
+    seconds: float
+    after: Sequence[Task] = ()
+    name: str = ""
+    link: str = ""
+    begin: float = -1.0
+    end: float = -1.0
+
+
+def replay(tasks: Iterable[Task], overlap: float) -> float:
+    """Set the times of tasks, and return the time of the last end.
+
+    Collectives on one link share it. A collective and compute at the same time hinder each other:
+    what would take both a second takes them ``2 - overlap`` seconds together.
+
+    Args:
+        tasks: Tasks, each behind those that it comes after.
+        overlap: Part of a collective that costs compute beside it nothing.
+    """
+    lanes: dict[str, deque[Task]] = defaultdict(deque)
+    for task in tasks:
+        task.begin = task.end = -1.0
+        lanes[task.lane].append(task)
+    now = 0.0
+    running: dict[str, Task] = {}
+    left: dict[str, float] = {}
+    while True:
+        _start_ready(lanes, running, left, now)
+        if not running:
+            assert not any(lanes.values()), "a task waits for one behind it"
+            return now
+        speeds = _speeds(running, overlap)
+        passed = min(left[lane] / speeds[lane] for lane in running)
+        now += passed
+        for lane in list(running):
+            left[lane] -= passed * speeds[lane]
+            if left[lane] <= _ROUNDING_S:
+                running.pop(lane).end = now
+
+
+def _start_ready(
+    lanes: dict[str, deque[Task]], running: dict[str, Task], left: dict[str, float], now: float
+) -> None:
+    """Start what may start; what takes no time ends at once, and may let others start."""
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for lane, waiting in lanes.items():
+            while lane not in running and waiting and all(t.end >= 0 for t in waiting[0].after):
+                task = waiting.popleft()
+                task.begin, has_changed = now, True
+                if task.seconds <= _ROUNDING_S:
+                    task.end = now
+                else:
+                    running[lane], left[lane] = task, task.seconds
+
+
+def _speeds(running: dict[str, Task], overlap: float) -> dict[str, float]:
+    sharing = Counter(task.link for task in running.values() if task.link)
+    hindered = 1 / (2 - overlap) if sharing and "compute" in running else 1.0
+    return {
+        lane: hindered / max(sharing[task.link], 1) if task.link or lane == "compute" else 1.0
+        for lane, task in running.items()
+    }

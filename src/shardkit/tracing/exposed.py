@@ -43,8 +43,9 @@ while it waits, not before the wait.
 
 from __future__ import annotations
 
-import bisect
 import collections
+import heapq
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -350,21 +351,22 @@ def slices_of(record: RankRecord, waits: Waits) -> list[TimeSlice]:
         record: Record of the rank.
         waits: Waits of all ranks.
     """
-    spans, phases, ends = _spans_of(record)
-    inner = _without(spans, waits.of(record.header.rank))
-    begins = [span.begin for span in inner]
+    computing = (
+        _Span(event.begin, event.end, event.name, COMPUTE)
+        for event in record.events
+        if event.kind == "compute" and event.phase != OPTIMIZER
+    )
+    inner = _topmost(computing, waits.of(record.header.rank))
     result: list[TimeSlice] = []
-    for begin, end, step, phase in _parts(phases, ends):
-        at = begin
-        outside = phase if phase in {DATA, OPTIMIZER} else OUTSIDE
-        first = max(bisect.bisect_right(begins, begin) - 1, 0)
-        for number in range(first, len(inner)):
-            span = inner[number]
+    number = 0
+    for begin, end, step, phase in _parts(record):
+        at, outside = begin, phase if phase in {DATA, OPTIMIZER} else OUTSIDE
+        while number < len(inner) and inner[number].end <= begin:
+            number += 1
+        for span in itertools.islice(inner, number, None):
             if span.begin >= end:
                 break
             left, right = max(span.begin, at), min(span.end, end)
-            if left >= right:
-                continue
             if at < left:
                 result.append(TimeSlice(at, left, step, phase, "", outside))
             result.append(TimeSlice(left, right, step, phase, *span[2:]))
@@ -374,71 +376,42 @@ def slices_of(record: RankRecord, waits: Waits) -> list[TimeSlice]:
     return result
 
 
-def _spans_of(record: RankRecord) -> tuple[list[_Span], list[_Span], list[float]]:
-    """Return what groups compute, the phases, and where steps end."""
-    spans, phases = [], []
-    for event in record.events:
-        if event.kind == "compute" and event.phase == OPTIMIZER:
-            phases.append(_Span(event.begin, event.end, "", OPTIMIZER))
-        elif event.kind == "compute":
-            spans.append(_Span(event.begin, event.end, event.name, COMPUTE))
-        elif event.kind == "pass":
-            phases.append(_Span(event.begin, event.end, "", event.phase))
-    optimizer_ends = {phase.end for phase in phases if phase.cause == OPTIMIZER}
-    phases = _innermost(phases)
-    return _innermost(spans), phases, _ends(phases, optimizer_ends)
-
-
-def _innermost(spans: Sequence[_Span]) -> list[_Span]:
-    """Return spans without overlaps: of several at an instant, the one that began last."""
+def _topmost(*layers: Iterable[_Span]) -> list[_Span]:
+    """Return spans without overlaps: at each instant the one of the last layer that began last."""
+    spans = sorted(
+        (span.begin, -level, -span.begin, span.end, -number, span)
+        for level, layer in enumerate(layers)
+        for number, span in enumerate(layer)
+    )
+    edges = sorted({edge for *_, span in spans for edge in (span.begin, span.end)})
     result: list[_Span] = []
-    open_spans: list[_Span] = []
-    at = float("-inf")
-
-    def emit(until: float) -> None:
-        nonlocal at
-        if at < until:
-            result.append(open_spans[-1]._replace(begin=at, end=until))
-            at = until
-
-    for span in sorted(spans, key=lambda each: (each.begin, -each.end)):
-        while open_spans and open_spans[-1].end <= span.begin:
-            emit(open_spans[-1].end)
-            open_spans.pop()
-        if open_spans:
-            emit(span.begin)
-        at = max(at, span.begin)
-        open_spans.append(span)
-    while open_spans:
-        emit(open_spans[-1].end)
-        open_spans.pop()
+    under_way: list[tuple[Any, ...]] = []  # A heap, the topmost first.
+    top: tuple[Any, ...] = ()
+    since, number = 0.0, 0
+    for begin, end in itertools.pairwise(edges):
+        while number < len(spans) and spans[number][0] <= begin:
+            heapq.heappush(under_way, spans[number][1:])
+            number += 1
+        while under_way and under_way[0][-1].end <= begin:
+            heapq.heappop(under_way)
+        if not under_way:
+            continue
+        if under_way[0] is not top:
+            top, since = under_way[0], begin
+            result.append(top[-1])
+        result[-1] = _Span(since, end, *top[-1][2:])
     return result
 
 
-def _without(spans: Sequence[_Span], cuts: Sequence[_Span]) -> list[_Span]:
-    """Return spans and cuts in order; where both are, cuts count."""
-    result = list(cuts)
-    first = 0
-    for span in spans:
-        at = span.begin
-        while first < len(cuts) and cuts[first].end <= at:
-            first += 1
-        for number in range(first, len(cuts)):
-            cut = cuts[number]
-            if cut.begin >= span.end:
-                break
-            if at < cut.begin:
-                result.append(span._replace(begin=at, end=cut.begin))
-            at = max(at, cut.end)
-        if at < span.end:
-            result.append(span._replace(begin=at))
-    return sorted(result)
-
-
-def _parts(
-    phases: Sequence[_Span], ends: Sequence[float]
-) -> Iterator[tuple[float, float, int, str]]:
+def _parts(record: RankRecord) -> Iterator[tuple[float, float, int, str]]:
     """Yield begin, end, step and phase of the parts of each step."""
+    spans = [
+        _Span(event.begin, event.end, "", event.phase)
+        for event in record.events
+        if event.kind == "pass" or (event.kind == "compute" and event.phase == OPTIMIZER)
+    ]
+    phases = _topmost(spans)
+    ends = _ends(phases, {span.end for span in spans if span.cause == OPTIMIZER})
     if not ends:
         return
     at, step = phases[0].begin, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.planning._replay import Task, replay
+from shardkit.planning._time import Task, replay
 
 
 def test_tasks_of_a_lane_follow_each_other() -> None:
