@@ -13,7 +13,7 @@ from shardkit._text import console_of_tables
 from shardkit.tracing.page import PlannedStep, write_page
 from shardkit.tracing.perfetto import write_perfetto
 from shardkit.tracing.picture import draw
-from shardkit.tracing.trace import Trace
+from shardkit.tracing.trace import Share, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,13 +79,12 @@ def _show(trace: Trace) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     shares = trace.shares()
     step_s = sum(share.seconds for share in shares)
-    for share in shares[:_NUM_ROWS]:
-        values = (f"{share.seconds * 1e3:.3f}", f"{share.seconds / step_s:.1%}")
-        table.add_row(*map(Text, (share.group, share.cause, *values)))
-    rest = sum(share.seconds for share in shares[_NUM_ROWS:])
-    if rest:
-        values = (f"{rest * 1e3:.3f}", f"{rest / step_s:.1%}")
-        table.add_row(*map(Text, (f"{len(shares) - _NUM_ROWS} others", "", *values)))
+    rows = [*shares[:_NUM_ROWS]]
+    if rest := shares[_NUM_ROWS:]:
+        rows.append(Share(f"{len(rest)} others", "", sum(share.seconds for share in rest)))
+    for group, cause, seconds in rows:
+        values = (group, cause, f"{seconds * 1e3:.3f}", f"{seconds / step_s:.1%}")
+        table.add_row(*map(Text, values))
     console.print(table)
 
 

@@ -445,9 +445,9 @@ def _ends(phases: Sequence[_Span], optimizer_ends: Collection[float]) -> list[fl
 # --- sums -----------------------------------------------------------------------------------------
 
 
-def seconds_by(slices: Iterable[TimeSlice], *names: str) -> dict[tuple[object, ...], float]:
-    """Return the seconds of slices by fields of them, such as ``"group", "cause"``."""
-    sums: dict[tuple[object, ...], float] = collections.defaultdict(float)
+def seconds_by(slices: Iterable[TimeSlice], *names: str) -> dict[Any, float]:
+    """Return the seconds of slices by a tuple of fields of them, such as ``"group", "cause"``."""
+    sums: dict[Any, float] = collections.defaultdict(float)
     for each in slices:
         sums[tuple(getattr(each, name) for name in names)] += each.seconds
     return dict(sums)

@@ -34,12 +34,12 @@ import collections
 import functools
 import math
 import statistics
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, LINK, OPTIMIZER, seconds_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardkit.tracing.exposed import TimeSlice
 
@@ -134,12 +134,10 @@ _Seconds = dict[tuple[int, str, str], float]
 
 def _own_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:
     """Return for each rank what it does itself."""
-    own: dict[int, _Seconds] = {}
+    own = {}
     for rank, slices in by_rank.items():
-        own[rank] = collections.defaultdict(float)
-        for each in slices:
-            if not each.is_exposed or each.cause == HOST:
-                own[rank][each.step, each.phase, each.group] += each.seconds
+        done = (each for each in slices if not each.is_exposed or each.cause == HOST)
+        own[rank] = seconds_by(done, "step", "phase", "group")
     return own
 
 
@@ -150,8 +148,7 @@ def _link_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seco
         links = (each for each in slices if each.cause == LINK)
         sums = seconds_by(links, "late_rank", "step", "phase", "group")
         for key, seconds in sums.items():
-            rank, step, phase, group = cast("tuple[int, int, str, str]", key)
-            where = (step, phase, group)
+            rank, where = key[0], key[1:]
             most[rank][where] = max(most[rank][where], seconds)
     return most
 
@@ -159,11 +156,7 @@ def _link_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seco
 def _waiting(by_rank: Mapping[int, Sequence[TimeSlice]], late: int, phase: str) -> list[int]:
     """Return the ranks that wait for the link of another one, rather than it itself: most of it."""
     seconds = {
-        rank: sum(
-            each.seconds
-            for each in slices
-            if each.cause == LINK and each.late_rank == late and each.phase == phase
-        )
+        rank: seconds_by(slices, "cause", "late_rank", "phase").get((LINK, late, phase), 0.0)
         for rank, slices in by_rank.items()
     }
     most = max(seconds.values())
@@ -225,8 +218,9 @@ def _judge(
         step_s: Time of a step.
     """
     number = len(values)
+    doubled = (WINDOW << power for power in range(number.bit_length()))
     level, change = 0.0, max(pooled, _deviation(_changes(values)))
-    for width in dict.fromkeys((*_doubled(WINDOW, number), number)):
+    for width in (*(width for width in doubled if width < number), number):
         # The median of more values varies less.
         least = max(_LEAST * step_s, _DEVIATIONS * pooled * math.sqrt(WINDOW / width))
         is_short = width * _PARTS < number
@@ -308,12 +302,6 @@ def _extent(values: Sequence[float], level: float) -> range:
         if total > most:
             best, most = range(begin, i + 1), total
     return best
-
-
-def _doubled(first: int, last: int) -> Iterator[int]:
-    while first <= last:
-        yield first
-        first *= 2
 
 
 def _group_of(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit._errors import StateError
 from shardkit.tracing.exposed import COMPUTE
-from shardkit.tracing.picture import COLORS, TITLES, chosen_ranks, color_key
+from shardkit.tracing.picture import LOOKS, chosen_ranks, color_key
 from shardkit.tracing.trace import memory_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MAX_EVENTS = 150_000
 _NUM_PARTS = 1000
 _LANES = {"gather": 1, "reduce_scatter": 2, "all_reduce": 2}
 _PLANNED = {"compute": (0, COMPUTE), "gather": (1, "gather"), "reduce": (2, "reduce")}
-_KEYS = list(COLORS)
+_KEYS = list(LOOKS)
 _US = 1e6
 _MAX_ROWS = 200
 
@@ -75,8 +75,7 @@ class PlannedStep(NamedTuple):
         return found
 
     def _check(self) -> None:
-        times = [self.seconds, self.exposed_s, *(at for span in self.spans for at in span[2:])]
-        for each in times:
+        for each in (*self[:2], *(at for span in self.spans for at in span[2:])):
             if not math.isfinite(each) or each < -_ROUNDED_S:
                 msg = f"times must be finite numbers, 0 or more, got {each}"
                 raise ValueError(msg)
@@ -107,6 +106,7 @@ def _content(trace: Trace, plan: PlannedStep | None) -> dict[str, Any]:
     number = max(1, len(trace.records) * _MAX_EVENTS // max(num_events, _MAX_EVENTS))
     detailed = set(chosen_ranks(trace, number))
     names: dict[str, int] = {}
+    looks = LOOKS.items()
     planned = [] if plan is None else [_planned_row(trace, plan, start, names)]
     return {
         "step_ms": trace.step_s() * 1e3,
@@ -118,7 +118,7 @@ def _content(trace: Trace, plan: PlannedStep | None) -> dict[str, Any]:
         "missing": trace.missing,
         "peak": trace.peak_nbytes(),
         "plan": "" if plan is None else str(plan),
-        "keys": [{"key": key, "color": COLORS[key], "title": TITLES[key]} for key in _KEYS],
+        "keys": [{"key": key, "color": color, "title": title} for key, (color, title) in looks],
         "shares": [(s.group, s.cause, s.seconds * 1e3) for s in trace.shares()[:_MAX_ROWS]],
         "ranks": planned
         + [

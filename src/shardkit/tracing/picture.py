@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import statistics
 from typing import TYPE_CHECKING
 
 from shardkit._errors import StateError
@@ -17,32 +17,20 @@ if TYPE_CHECKING:
 
     from shardkit.tracing.trace import Trace
 
-COLORS = {
-    COMPUTE: "#4c78a8",
-    OUTSIDE: "#9ecae9",
-    DATA: "#b279a2",
-    OPTIMIZER: "#72b7b2",
-    NETWORK: "#f58518",
-    LINK: "#ff9da6",
-    HOST: "#eeca3b",
-    "late": "#e45756",
-    "gather": "#54a24b",
-    "reduce": "#a0793d",
-    "memory": "#bab0ac",
+LOOKS = {
+    COMPUTE: ("#4c78a8", "compute of groups"),
+    OUTSIDE: ("#9ecae9", "outside of groups"),
+    DATA: ("#b279a2", "data"),
+    OPTIMIZER: ("#72b7b2", "optimizer"),
+    NETWORK: ("#f58518", "waits for the network"),
+    LINK: ("#ff9da6", "waits for one rank's link"),
+    HOST: ("#eeca3b", "waits for its own host"),
+    "late": ("#e45756", "waits for a rank that is late"),
+    "gather": ("#54a24b", "gathers"),
+    "reduce": ("#a0793d", "reductions"),
+    "memory": ("#bab0ac", "memory"),
 }
-TITLES = {
-    COMPUTE: "compute of groups",
-    OUTSIDE: "outside of groups",
-    DATA: "data",
-    OPTIMIZER: "optimizer",
-    NETWORK: "waits for the network",
-    LINK: "waits for one rank's link",
-    HOST: "waits for its own host",
-    "late": "waits for a rank that is late",
-    "gather": "gathers",
-    "reduce": "reductions",
-    "memory": "memory",
-}
+"""Colour and title of each kind of thing that is shown."""
 _MAX_RANKS = 16
 _LANES = {"gather": (0.42, 0.13), "reduce_scatter": (0.27, 0.13), "all_reduce": (0.27, 0.13)}
 _STEP, _MEMORY = (0.6, 0.36), 0.22
@@ -61,7 +49,7 @@ def chosen_ranks(trace: Trace, limit: int) -> list[int]:
 
 def color_key(cause: str) -> str:
     """Return the name of a cause's colour."""
-    return cause if cause in COLORS else "late"
+    return cause if cause in LOOKS else "late"
 
 
 def draw(trace: Trace, path: Path, step: int | None = None) -> None:
@@ -81,7 +69,9 @@ def draw(trace: Trace, path: Path, step: int | None = None) -> None:
     except ImportError as error:
         msg = "a picture needs matplotlib: pip install 'shardkit[picture]'."
         raise StateError(msg) from error
-    step = _middle_step(trace) if step is None else step
+    if step is None:
+        steps = [at for of in trace.slices.values() for at in {each.step for each in of}]
+        step = statistics.median_high(statistics.multimode(steps))
     of_step = {
         rank: parts
         for rank, of in trace.slices.items()
@@ -100,18 +90,10 @@ def draw(trace: Trace, path: Path, step: int | None = None) -> None:
     rows[-1].set_xlabel(f"ms of step {step}")
     keys = {color_key(each.cause) for rank in ranks for each in of_step[rank]}
     keys |= {"gather", "reduce", "memory"}
-    patches = [Patch(color=COLORS[key], label=TITLES[key]) for key in COLORS if key in keys]
+    looks = [LOOKS[key] for key in LOOKS if key in keys]
+    patches = [Patch(color=color, label=title) for color, title in looks]
     figure.legend(handles=patches, loc="outside upper left", ncols=4, frameon=False)
     figure.savefig(path, dpi=120)
-
-
-def _middle_step(trace: Trace) -> int:
-    counts = collections.Counter(
-        step for of in trace.slices.values() for step in {each.step for each in of}
-    )
-    most = max(counts.values())
-    common = sorted(step for step, count in counts.items() if count == most)
-    return common[len(common) // 2]
 
 
 def curve_between(
@@ -132,7 +114,7 @@ def _draw_rank(row: Axes, trace: Trace, rank: int, step: int, start: float) -> N
     def bar(left: float, right: float, lane: tuple[float, float], key: str) -> None:
         left, right = max(left, begin), min(right, end)
         span = ((left - start) * _MS, (right - left) * _MS)
-        row.broken_barh([span], lane, color=COLORS[key], linewidth=0)
+        row.broken_barh([span], lane, color=LOOKS[key][0], linewidth=0)
 
     for each in slices:
         bar(each.begin, each.end, _STEP, color_key(each.cause))
@@ -144,9 +126,8 @@ def _draw_rank(row: Axes, trace: Trace, rank: int, step: int, start: float) -> N
     most = max((nbytes for _, nbytes in curve), default=0)
     if most:
         times = [(at - start) * _MS for at, _ in curve]
-        sizes = [nbytes for _, nbytes in curve]
-        heights = [_MEMORY * nbytes / most for nbytes in sizes]
-        row.fill_between(times, heights, step="post", color=COLORS["memory"], linewidth=0)
+        heights = [_MEMORY * nbytes / most for _, nbytes in curve]
+        row.fill_between(times, heights, step="post", color=LOOKS["memory"][0], linewidth=0)
     row.set(ylim=(0, 1), yticks=[])
     row.set_ylabel(f"rank {rank}", rotation=0, ha="right", va="center")
     row.spines[["left", "top", "right"]].set_visible(b=False)

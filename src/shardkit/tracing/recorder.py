@@ -126,9 +126,10 @@ def record(
     key = f"shardkit/record/{next(_numbers)}"
     readings: list[Reading] = []
 
+    store = torch_groups.default_store() if world_size > 1 else None
+
     def compare(moment: str, limit_s: float) -> None:
-        if world_size > 1:
-            store = torch_groups.default_store()
+        if store is not None:
             place: dict[str, Any] = {"rank": rank, "world_size": world_size}
             readings.append(
                 read_clock(store, f"{key}/{moment}", **place, limit_s=limit_s, now=_now)
@@ -144,7 +145,7 @@ def record(
         world_size=world_size,
         host=socket.gethostname(),
         device=groups[0].mesh.device_type if groups else "cpu",
-        run=_name_of_run(f"{key}/name", rank, world_size),
+        run=_name_of_run(store, f"{key}/name", rank),
         axes=_axes_of(groups),
         clock=Clock.through(readings),
     )
@@ -197,14 +198,13 @@ def _groups_of(model: nn.Module | None) -> list[ParamGroup]:
     return [group for group in groups if not group.mesh.backend.is_dry]
 
 
-def _name_of_run(key: str, rank: int, world_size: int) -> str:
+def _name_of_run(store: Any, key: str, rank: int) -> str:
     """Return a name that rank 0 has made, on all ranks."""
-    name = uuid.uuid4().hex
-    if world_size == 1:
-        return name
-    store = torch_groups.default_store()
     if rank == 0:
-        store.set(key, name)
+        name = uuid.uuid4().hex
+        if store is not None:
+            store.set(key, name)
+        return name
     return str(store.get(key).decode())
 
 

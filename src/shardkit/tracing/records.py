@@ -139,7 +139,8 @@ class RecordFile:
         columns: dict[str, Any] = dict(zip(_FIELDS, zip(*ordered, strict=True), strict=True))
         known = len(self._numbers)
         for name in _WORDS:
-            columns[name] = list(map(self._number, columns[name]))
+            numbers = self._numbers
+            columns[name] = [numbers.setdefault(word, len(numbers)) for word in columns[name]]
         begins = [round(at * _NS) for at in columns["begin"]]
         ends = [round(at * _NS) for at in columns["end"]]
         columns["begin"] = list(map(operator.sub, begins, [self._last_ns, *begins]))
@@ -150,9 +151,6 @@ class RecordFile:
     def close(self, header: RankHeader) -> None:
         """Write what is known at the end."""
         self._append({"clock": dataclasses.asdict(header.clock), "axes": header.axes})
-
-    def _number(self, word: str) -> int:
-        return self._numbers.setdefault(word, len(self._numbers))
 
     def _append(self, content: dict[str, Any]) -> None:
         line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
@@ -219,7 +217,11 @@ def read_record(path: Path) -> RankRecord:
         _check_header(header)
         for name in _WORDS:
             columns[name] = [strings[number] for number in columns[name]]
-        events = _events_of(columns, header.clock)
+        begins = list(itertools.accumulate(columns["begin"]))
+        ends = [begin + ns for begin, ns in zip(begins, columns["end"], strict=True)]
+        columns["begin"] = [header.clock.align(at / _NS) for at in begins]
+        columns["end"] = [header.clock.align(at / _NS) for at in ends]
+        events = PackedEvents(columns)
     except _NOT_A_RECORD as error:
         msg = f"{path} is not a record of shardkit: {type(error).__name__}: {error}"
         raise StateError(msg) from error
@@ -249,15 +251,6 @@ def _shown(word: str) -> str:
     if word.isprintable():
         return word
     return "".join(each if each.isprintable() else "\ufffd" for each in word)
-
-
-def _events_of(columns: dict[str, list[Any]], clock: Clock) -> PackedEvents:
-    align = clock.align
-    begins = list(itertools.accumulate(columns["begin"]))
-    taken = zip(begins, columns["end"], strict=True)
-    ends = [align((begin + ns) / _NS) for begin, ns in taken]
-    begins = [align(begin / _NS) for begin in begins]
-    return PackedEvents({**columns, "begin": begins, "end": ends})
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from shardkit import plan
 from shardkit._cli import app
 from shardkit.tracing.exposed import seconds_by
 from shardkit.tracing.page import write_page
-from shardkit.tracing.picture import COLORS, chosen_ranks, color_key, curve_between, draw
+from shardkit.tracing.picture import LOOKS, chosen_ranks, color_key, curve_between, draw
 from shardkit.tracing.records import RecordFile
 from shardkit.tracing.trace import Trace
 
@@ -170,7 +170,7 @@ def test_the_picture_is_a_step_of_each_rank(folder: pathlib.Path) -> None:
         assert f"<!-- {text} -->" in shown
     num_slices = sum(each.step == 3 for of in trace.slices.values() for each in of)
     slices = {
-        key: color for key, color in COLORS.items() if key not in {"gather", "reduce", "memory"}
+        key: color for key, (color, _) in LOOKS.items() if key not in {"gather", "reduce", "memory"}
     }
     keys = {color_key(each.cause) for of in trace.slices.values() for each in of if each.step == 3}
     # The legend has each key once.
