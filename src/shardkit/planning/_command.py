@@ -152,7 +152,6 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     model: Annotated[
         str | None,
         typer.Argument(
-            show_default=False,
             help="module:function that returns a model, or a model and a batch; or a config.json "
             "of transformers.",
         ),
@@ -160,14 +159,12 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     mesh: Annotated[
         str | None,
         typer.Option(
-            show_default=False,
-            help="Ranks, or REPLICATExSHARD, e.g. 512x8. If not given that of the config.",
+            help="Ranks, or REPLICATExSHARD, e.g. 512x8. If not given that of the config."
         ),
     ] = None,
     batch: Annotated[
         list[str] | None,
         typer.Option(
-            show_default=False,
             help="An input of a rank's micro-batch, [NAME=]SHAPE[:DTYPE]; tokens (int64) if no "
             "dtype is given. Several times for several inputs.",
         ),
@@ -175,24 +172,18 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     device: Annotated[
         str | None,
         typer.Option(
-            show_default=False,
             help="Type of the devices; cpu: ranks of gloo. If not given that of the config, or "
             "cuda.",
         ),
     ] = None,
     rank: Annotated[int, typer.Option(help="Whose memory.")] = 0,
     wrap: Annotated[
-        list[str] | None,
-        typer.Option(show_default=False, help="A class of modules that form groups."),
+        list[str] | None, typer.Option(help="A class of modules that form groups.")
     ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(show_default=False, help="A name such as zero2.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(show_default=False, help="Of compute, e.g. bfloat16.")
-    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="A name such as zero2.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of compute, e.g. bfloat16.")] = None,
     reduce_dtype: Annotated[
-        str | None, typer.Option("--reduce-dtype", show_default=False, help="Of reductions.")
+        str | None, typer.Option("--reduce-dtype", help="Of reductions.")
     ] = None,
     recompute: Annotated[  # noqa: FBT002 - a flag
         bool, typer.Option("--recompute", help="Compute activations of blocks again in backward.")
@@ -200,15 +191,11 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
     config: Annotated[
-        str | None,
-        typer.Option(show_default=False, help="A config file, in the place of the last options."),
+        str | None, typer.Option(help="A config file, in the place of the last options.")
     ] = None,
-    budget: Annotated[
-        str | None, typer.Option(show_default=False, help="What a device may hold, e.g. 80GiB.")
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="What a device may hold, e.g. 80GiB.")] = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(show_default=False, help="A profile for the time, e.g. h100, or its path."),
+        str | None, typer.Option(help="A profile for the time, e.g. h100, or its path.")
     ] = None,
     choose: Annotated[  # noqa: FBT002 - a flag
         bool, typer.Option("--choose", help="Name the fastest ways to shard that fit.")
@@ -216,8 +203,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            show_default=False,
-            help="Measure this machine's ranks, under a launcher, and write a profile there.",
+            help="Measure this machine's ranks, under a launcher, and write a profile there."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,  # noqa: FBT002

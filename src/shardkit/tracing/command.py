@@ -23,9 +23,7 @@ _MIB = 2**20
 
 
 def trace_command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", show_default=False, help="What record has written.")
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What record has written.")],
     out: Annotated[
         Path | None, typer.Option(help="Where to put the files; default: FOLDER.")
     ] = None,
@@ -35,7 +33,7 @@ def trace_command(
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="What `plan --hardware ... --json` has printed: a row of the page shows it.",
+            help="What `plan --hardware ... --json` has printed: a row of the page shows it."
         ),
     ] = None,
     png: Annotated[  # noqa: FBT002 - a flag
