@@ -88,7 +88,7 @@ class Calibration:
         self._links = [link for n in sizes for link in _links(clock, (clock.size // n, n))]
         self._overlap = _overlap(clock) if clock.size > 1 else lambda: 1.0
         self._operator_s = _operator_s(clock)
-        self._groups = _Groups(clock)
+        self._add_groups = _groups(clock)
 
     def measure(self) -> None:
         """Measure everything once more. Collective."""
@@ -116,7 +116,7 @@ class Calibration:
             memory={**memory, "host": memory["in_place"]},
             links=tuple(route() for route in self._links),
         )
-        return self._groups.added_to(profile)
+        return self._add_groups(profile)
 
 
 @dataclass(slots=True, eq=False)
@@ -345,49 +345,47 @@ def _overlap(clock: _Clock) -> Callable[[], float]:
 # --- the host -------------------------------------------------------------------------------------
 
 
-class _Groups:
-    """Steps of a small sharded model: what is left of them is what groups cost the host."""
+def _groups(clock: _Clock) -> Callable[[HardwareProfile], HardwareProfile]:
+    """Time steps of a small sharded model: what is left of them is what groups cost the host."""
+    model = nn.Sequential()
+    for _ in range(_NUM_BLOCKS):
+        model.append(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
+    model.to(clock.device)
+    for param in model.parameters():
+        nn.init.constant_(param, 0.01)  # The same on all ranks; no random numbers are drawn.
+    for block in model:
+        fully_shard(block, mesh=clock.mesh)
+    fully_shard(model, mesh=clock.mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows = torch.ones(64, 256, device=clock.device)
 
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-        self._model = model = nn.Sequential()
-        for _ in range(_NUM_BLOCKS):
-            model.append(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
-        model.to(clock.device)
-        for param in model.parameters():
-            nn.init.constant_(param, 0.01)  # The same on all ranks; no random numbers are drawn.
-        for block in model:
-            fully_shard(block, mesh=clock.mesh)
-        fully_shard(model, mesh=clock.mesh)
-        optimizer = torch.optim.AdamW(model.parameters())
-        self._rows = rows = torch.ones(64, 256, device=clock.device)
+    def forward_and_backward() -> None:
+        model(rows).square().sum().backward()
 
-        def forward_and_backward() -> None:
-            model(rows).square().sum().backward()
-
+    forward_and_backward()
+    optimizer.step()
+    meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
+    with observed_by(meter.observer), meter:
+        meter.observer.tell("step", "2")
         forward_and_backward()
+        number = len(meter.operators)
         optimizer.step()
-        self._meter = meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
-        with observed_by(meter.observer), meter:
-            meter.observer.tell("step", "2")
-            forward_and_backward()
-            number = len(meter.operators)
-            optimizer.step()
-        self._of_optimizer = meter.operators[number:]
-        del meter.operators[number:]
-        self._computed, self._step = clock.add(forward_and_backward), clock.add(optimizer.step)
+    of_optimizer = meter.operators[number:]
+    del meter.operators[number:]
+    computed, stepped = clock.add(forward_and_backward), clock.add(optimizer.step)
 
-    def added_to(self, profile: HardwareProfile) -> HardwareProfile:
+    def added_to(profile: HardwareProfile) -> HardwareProfile:
         """Return a profile with the costs of groups, and of the optimizer's operators."""
-        operators, meter = self._of_optimizer, self._meter
-        busy_s = sum(seconds_of(each, profile) for each in operators)
+        busy_s = sum(seconds_of(each, profile) for each in of_optimizer)
         # Ranks hold pieces of other parameters, so one has most to do.
-        busy_s, number = self._clock.largest([busy_s, len(operators)])
-        call_s = max(self._step.seconds - busy_s, 0.0) / number
+        busy_s, number = clock.largest([busy_s, len(of_optimizer)])
+        call_s = max(stepped.seconds - busy_s, 0.0) / number
         profile = replace(profile, sharded_operator_s=call_s)
-        run = Run(self._model, (self._rows,), (self._clock.size,), device=profile.device)
+        run = Run(model, (rows,), (clock.size,), device=profile.device)
         foreseen_s = time_of(run, DryRun(meter, 0, 0, 0, 0), profile).seconds
         num_computes = sum(event.kind == "compute" for event in meter.events)
-        left_s = self._computed.seconds - foreseen_s
-        [group_s] = self._clock.largest([max(left_s, 0.0) / num_computes])
+        left_s = computed.seconds - foreseen_s
+        [group_s] = clock.largest([max(left_s, 0.0) / num_computes])
         return replace(profile, group_s=group_s)
+
+    return added_to

@@ -60,13 +60,11 @@ class IssuedCollective:
         op: Name of it, as ``all_gather``.
         nbytes: Bytes of the whole tensor: what is gathered, scattered or reduced.
         num_ranks: Number of ranks of its process group.
-        at: Position in the run.
     """
 
     op: str
     nbytes: int
     num_ranks: int
-    at: int
 
 
 class Operator(NamedTuple):
@@ -292,7 +290,7 @@ class MemoryMeter(TorchDispatchMode):
         nbytes = max(sum(tensor.nbytes for tensor in iter_tensors(arg)) for arg in args)
         if isinstance(group, str) and name.startswith("all_gather"):  # A DTensor's.
             nbytes *= size
-        self.collectives.append(IssuedCollective(name, nbytes, size, self.position))
+        self.collectives.append(IssuedCollective(name, nbytes, size))
 
     # --- what the core tells ---
 

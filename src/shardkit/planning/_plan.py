@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardkit._text import shown_nbytes
@@ -145,7 +145,7 @@ class RunPlan:
     host_nbytes: int
     collectives: tuple[SentTotal, ...]
     budget_nbytes: int | None = None
-    advice: tuple[Advice, ...] = field(default=())
+    advice: tuple[Advice, ...] = ()
     time: StepTime | None = None
     choices: tuple[Choice, ...] = ()
 
