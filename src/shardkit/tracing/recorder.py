@@ -64,23 +64,19 @@ class Recording:
 
     def close(self, header: RankHeader) -> None:
         """Write what is left."""
-        self._write()
-        if not self._is_broken:
-            with self._going_on():
-                self._file.close(header)
+        self._write(header)
 
-    def _write(self) -> None:
+    def _write(self, header: RankHeader | None = None) -> None:
+        """Write events, and the last header. Where a disk is full, training goes on without."""
         events = self._log.take()
         self.num_events += len(events)
-        if events and not self._is_broken:
-            with self._going_on():
-                self._file.write(events)
-
-    @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Let training go on where a disk is full: other ranks wait for this one in a step."""
+        if self._is_broken:
+            return
         try:
-            yield
+            if events:
+                self._file.write(events)
+            if header is not None:
+                self._file.close(header)
         except OSError as error:
             self._is_broken = True
             _logger.warning("the record of this rank ends here, training goes on: %s", error)
@@ -156,11 +152,8 @@ def record(
         def begin_step(*_: object) -> None:
             observer.begin("compute", "optimizer", phase="optimizer")
 
-        def end_step(*_: object) -> None:
-            observer.end("compute")
-
-        stack.callback(register_optimizer_step_pre_hook(begin_step).remove)
-        stack.callback(register_optimizer_step_post_hook(end_step).remove)
+        stack.enter_context(register_optimizer_step_pre_hook(begin_step))
+        stack.enter_context(register_optimizer_step_post_hook(lambda *_: observer.end("compute")))
         try:
             yield recording
         except BaseException:

@@ -105,7 +105,7 @@ class Trace:
         counted = [[e for e in slices if e.step >= first] for slices in self.slices.values()]
         total = sum(len({each.step for each in slices}) for slices in counted)
         sums = seconds_by((each for of in counted for each in of), "group", "cause")
-        shares = [Share(*key, seconds / total) for key, seconds in sums.items()]
+        shares = [Share(group, cause, seconds / total) for (group, cause), seconds in sums.items()]
         return sorted(shares, key=lambda share: -share.seconds)
 
     def peak_nbytes(self) -> int:
