@@ -16,29 +16,14 @@ _NUM_TRIPS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What a rank knows of rank 0's clock at one moment.
-
-    Attributes:
-        at_s: Moment in seconds of this rank's clock.
-        offset_s: Seconds that rank 0's clock is ahead.
-        error_s: Largest possible error of `offset_s` in seconds: half of the fastest round trip.
-    """
-
-    at_s: float
-    offset_s: float
-    error_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Clock:
-    """A line through readings, which turns times of a rank into times of rank 0.
+    """A comparison with rank 0's clock, or a line through several: turns times into its times.
 
     Attributes:
-        at_s: Moment of the first reading in seconds of this rank's clock.
+        at_s: Moment of the first comparison in seconds of this rank's clock.
         offset_s: Seconds that rank 0's clock was ahead then.
         drift: Seconds that rank 0's clock gains in each second of this rank's.
-        error_s: Largest possible error at the readings in seconds.
+        error_s: Largest possible error of `offset_s` in seconds: half of the fastest round trip.
     """
 
     at_s: float = 0.0
@@ -47,7 +32,7 @@ class Clock:
     error_s: float = 0.0
 
     @classmethod
-    def through(cls, readings: Sequence[Reading]) -> Clock:
+    def through(cls, readings: Sequence[Clock]) -> Clock:
         """Return the line through the first and the last reading; without any, the same clock."""
         if not readings:
             return cls()
@@ -72,7 +57,7 @@ def read_clock(
     world_size: int,
     limit_s: float,
     now: Callable[[], float] = time.perf_counter,
-) -> Reading:
+) -> Clock:
     """Compare this rank's clock with that of rank 0. Collective.
 
     Rank 0 answers one rank after the other. Of several round trips the fastest counts.
@@ -91,7 +76,7 @@ def read_clock(
     Cost: 12 round trips for each rank through the store, about 0.3 ms each on one host.
     Source: NTP, RFC 5905, section 8.
     """
-    best = Reading(now(), 0.0, float("inf") if rank else 0.0)
+    best = Clock(now(), error_s=float("inf") if rank else 0.0)
     ranks = range(1, world_size) if rank == 0 else [rank]
     limit = timedelta(seconds=limit_s)
     for other in ranks:
@@ -111,7 +96,8 @@ def read_clock(
             store.delete_key(answer)
             error_s = ((back - sent) - (left - came)) / 2
             if error_s < best.error_s:
-                best = Reading(back, ((came - sent) + (left - back)) / 2, max(error_s, 0.0))
+                offset_s = ((came - sent) + (left - back)) / 2
+                best = Clock(back, offset_s, error_s=max(error_s, 0.0))
     return best
 
 

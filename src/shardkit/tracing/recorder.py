@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._runtime.group import ParamGroup
-    from shardkit.tracing.clocks import Reading
 
 _logger = logging.getLogger("shardkit")
 _BEGIN_LIMIT_S, _END_LIMIT_S = 300.0, 60.0
@@ -120,7 +119,7 @@ def record(
         msg = "shardkit.record: the steps of this process are observed already. End that first."
         raise StateError(msg)
     key = f"shardkit/record/{next(_numbers)}"
-    readings: list[Reading] = []
+    readings: list[Clock] = []
 
     store = torch_groups.default_store() if world_size > 1 else None
 

@@ -10,16 +10,16 @@ import pytest
 import torch.distributed as dist
 
 from shardkit import StateError
-from shardkit.tracing.clocks import Clock, Reading, read_clock
+from shardkit.tracing.clocks import Clock, read_clock
 
 SHIFTS = {0: 0.0, 1: 3.25, 2: -0.0071}
 
 
-def readings(limit_s: float = 60, ranks: typing.Sequence[int] = (0, 1, 2)) -> dict[int, Reading]:
+def readings(limit_s: float = 60, ranks: typing.Sequence[int] = (0, 1, 2)) -> dict[int, Clock]:
     """Return what ranks read, each in a thread, with a clock that is behind by its shift."""
     store = dist.HashStore()
 
-    def read(rank: int) -> Reading:
+    def read(rank: int) -> Clock:
         def now() -> float:
             return time.perf_counter() - SHIFTS[rank]
 
@@ -42,7 +42,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_a_drift_is_taken_out() -> None:
-    first, last = Reading(100.0, 5.0, 1e-5), Reading(200.0, 5.01, 1e-5)
+    first, last = Clock(100.0, 5.0, error_s=1e-5), Clock(200.0, 5.01, error_s=1e-5)
     clock = Clock.through([first, last])
     assert clock.align(100.0) == pytest.approx(105.0)
     assert clock.align(200.0) == pytest.approx(205.01)
@@ -50,7 +50,7 @@ def test_a_drift_is_taken_out() -> None:
 
 
 def test_what_may_be_an_error_is_no_drift() -> None:
-    clock = Clock.through([Reading(100.0, 5.0, 1e-4), Reading(100.1, 5.0001, 1e-4)])
+    clock = Clock.through([Clock(100.0, 5.0, error_s=1e-4), Clock(100.1, 5.0001, error_s=1e-4)])
     assert clock.drift == 0.0
     assert clock.align(1e6) == pytest.approx(1e6 + 5)
     assert Clock.through([]).align(3.0) == 3.0
