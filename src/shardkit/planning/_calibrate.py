@@ -237,7 +237,8 @@ def _operator_s(clock: _Clock) -> Callable[[], float]:
     meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
     with observed_by(meter.observer), meter:
         step()
-    return lambda: probe.seconds / len(meter.operators)
+    number = len(meter.operators)
+    return lambda: probe.seconds / number
 
 
 def memory_nbytes(device: str) -> float:
