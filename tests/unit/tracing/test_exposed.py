@@ -9,10 +9,9 @@ import typing
 import pytest
 from synthetic_runs import SyntheticRun
 
+from shardkit._events import StepEvent
 from shardkit.tracing.exposed import TimeSlice, Waits, seconds_by, slices_of
-
-if typing.TYPE_CHECKING:
-    from shardkit.tracing.records import RankRecord
+from shardkit.tracing.records import RankHeader, RankRecord
 
 MESHES = [(2, 1), (4, 1), (3, 1), (2, 2), (4, 2)]
 DELAY_S = 0.03
@@ -135,3 +134,28 @@ def test_collectives_that_end_nearly_at_once_name_no_link(num_ranks: int) -> Non
         by_rank = sliced(SyntheticRun(num_ranks, link=extra).records())
         links = {each.late_rank for of in by_rank.values() for each in of if each.cause == "link"}
         assert links == ({1} if is_named else set())
+
+
+def test_of_what_is_under_way_at_once_a_wait_counts_and_then_the_innermost_group() -> None:
+    spans: list[tuple[typing.Any, str, typing.Any, int, int]] = [
+        ("pass", "", "forward", 0, 10),
+        ("gather", "inner", "forward", 0, 4),
+        ("compute", "outer", "forward", 1, 9),
+        ("compute", "inner", "forward", 2, 5),
+        ("wait", "inner", "forward", 1, 4),  # It begins before the group that it holds back.
+        ("compute", "optimizer", "optimizer", 10, 11),
+        ("pass", "", "forward", 11, 12),
+    ]
+    events = [
+        StepEvent(kind, name, 1, phase, 0, "shard", 1, begin, begin, end, end)
+        for kind, name, phase, begin, end in spans
+    ]
+    [slices] = sliced([RankRecord(RankHeader(0, 1), events)]).values()
+    assert [(each.begin, each.end, each.group, each.cause) for each in slices] == [
+        (0, 1, "", "outside"),
+        (1, 4, "inner", "network"),
+        (4, 5, "inner", "compute"),
+        (5, 9, "outer", "compute"),
+        (9, 10, "", "outside"),
+        (10, 11, "", "optimizer"),
+    ]
