@@ -70,15 +70,14 @@ def advise(run: Run, budget_nbytes: int) -> tuple[Advice, ...]:
     """
     found: list[Advice] = []
     together = run
-    names: list[str] = []
     for change, costs, apply in _CHANGES:
         changed = apply(run)
         peak = None if changed is None else _peak(changed)
         if peak is None:
             continue
         found.append(Advice(change, costs, peak, peak <= budget_nbytes))
-        together, names = apply(together) or together, [*names, change]
-    if len(names) > 1 and not any(each.fits for each in found):
+        together = apply(together) or together
+    if len(found) > 1 and not any(each.fits for each in found):
         peak = _peak(together)
         if peak is not None:
             found.append(Advice("all of these", "all of that", peak, peak <= budget_nbytes))
