@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,12 @@ from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardkit._mesh import DeviceMesh
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
+    from shardkit._params.traced_store import TracedSend
     from shardkit._settings import AllGather, MixedPrecisionPolicy, OffloadPolicy
     from shardkit.backends.base import AxisComm, CommStreams
     from shardkit.backends.device import Event
@@ -101,34 +102,29 @@ class BucketPlan:
 
     def materialized(self) -> BucketPlan:
         """Return the plan that holds once parameters on the meta device have got values."""
-        backend = self.mesh.backend
-        is_offloaded = isinstance(self.offload, CPUOffloadPolicy) and backend.has_own_memory
-        return replace(
-            self,
-            device=backend.device,
-            shard_device=self.home_device,
-            is_offloaded=is_offloaded,
-            is_pinned=is_offloaded and bool(getattr(self.offload, "pin_memory", False)),
+        return BucketPlan.of(
+            self.mesh, self.policy, self.offload, dtype=self.orig_dtype, around=self.around
         )
 
     @classmethod
     def of(
         cls,
-        param: Tensor,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         *,
         dtype: torch.dtype,
-        around: DeviceMesh | None = None,
+        around: DeviceMesh | None,
+        is_meta: bool = False,
     ) -> BucketPlan:
-        """Return the plan for a bucket whose first parameter is `param`, stored in `dtype`."""
+        """Return the plan of a bucket stored in `dtype`, whose parameters have values or not."""
         backend = mesh.backend
         param_dtype, reduce_dtype = policy.dtypes_for(dtype)
         wants_host = isinstance(offload, CPUOffloadPolicy)
         home = torch.device("cpu") if wants_host and not backend.is_dry else backend.device
-        is_meta = param.device.type == "meta" and not backend.is_dry
+        is_meta = is_meta and not backend.is_dry
         is_offloaded = wants_host and not is_meta and backend.has_own_memory
+        meta = torch.device("meta")
         return cls(
             mesh=mesh,
             around=around,
@@ -139,8 +135,8 @@ class BucketPlan:
             orig_dtype=dtype,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
-            device=param.device if is_meta else backend.device,
-            shard_device=param.device if is_meta else home,
+            device=meta if is_meta else backend.device,
+            shard_device=meta if is_meta else home,
             home_device=home,
             is_offloaded=is_offloaded,
             is_pinned=is_offloaded and bool(getattr(offload, "pin_memory", False)),
@@ -150,48 +146,8 @@ class BucketPlan:
 # --- send buffers ---------------------------------------------------------------------------------
 
 
-class GradientBuffer(Protocol):
-    """What every store's buffer of gradients can do."""
-
-    @property
-    def flat(self) -> Tensor:
-        """1-D, what is sent, once `complete`."""
-
-    def room(self, streams: CommStreams, pool: SlotPool) -> Tensor:
-        """Return memory for what other ranks send, 1-D."""
-
-    @property
-    def written(self) -> Collection[int]:
-        """Parameters whose gradients wait here to be sent."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that exist now."""
-
-    def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
-        """Copy a gradient, or add it to what is there."""
-
-    def write_all(self, grads: Mapping[int, Tensor], streams: CommStreams, pool: SlotPool) -> None:
-        """Copy several gradients, or add them to what is there."""
-
-    def complete(self, streams: CommStreams, pool: SlotPool) -> None:
-        """Make ready to send: zeros where nothing was written."""
-
-    def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
-        """Give the send memory back; what was started is done at `fence`."""
-
-    def close_receive(self, pool: SlotPool) -> None:
-        """Give the receive memory back; the host waited for it."""
-
-
 class SendBuffer:
     """Send and receive memory of one bucket, with views made once.
-
-    Args:
-        layout: Layout of the bucket.
-        plan: Plan of the bucket.
-        receive_numel: Number of elements in the receive buffer; 0: there is none.
-        of: Cut of the first parameter.
 
     Attributes:
         flat: Buffer to send, 1-D, ``layout.padded_numel``.
@@ -491,7 +447,7 @@ class Store(ABC):
     # --- gradients ---
 
     @abstractmethod
-    def new_gradient_buffer(self, receive_chunks: int) -> GradientBuffer:
+    def new_gradient_buffer(self, receive_chunks: int) -> SendBuffer | TracedSend:
         """Return what collects gradients and sends them; it receives so many shards' worth."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
@@ -564,13 +520,7 @@ class KeptPart:
 
 
 class FlatStore(Store):
-    """See the module's docstring.
-
-    Args:
-        plan: Plan of the bucket.
-        entries: Parameters of the bucket.
-        layout: Layout of sharded parameters; None plans anew.
-    """
+    """See the module's docstring."""
 
     subclass: Any = None
     may_alias_shard = True
@@ -680,9 +630,9 @@ class FlatStore(Store):
             self._storage = self._buffer.storage
         self._full = self._view((layout.padded_numel,), 0)
         self._own = self._view((layout.shard_numel,), plan.axis.rank * layout.shard_numel)
-        self.unsharded = []
-        for i in range(len(self.entries)):
-            self.unsharded.append(self._new_unsharded(i, self._view_of(i)))
+        self.unsharded = [
+            self._new_unsharded(i, self._view_of(i)) for i in range(len(self.entries))
+        ]
         # DTensors, and quantized weights, have no address of their own.
         self._movable = [
             (i, layout.offsets[i] * plan.param_dtype.itemsize)
@@ -705,12 +655,8 @@ class FlatStore(Store):
         self._buffer.close()
 
     def _view(self, shape: tuple[int, ...], offset: int) -> Tensor:
-        strides, step = [], 1
-        for dim in reversed(shape):
-            strides.append(step)
-            step *= max(dim, 1)
         empty = torch.empty(0, dtype=self.plan.param_dtype, device=self.plan.device)
-        return empty.set_(self._storage, offset, shape, tuple(reversed(strides)))
+        return empty.set_(self._storage, offset, shape, ())  # Contiguous.
 
     # --- the shard ---
 

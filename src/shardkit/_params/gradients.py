@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._params.bucket import Bucket
-    from shardkit._params.flat_store import GradientBuffer
+    from shardkit._params.flat_store import SendBuffer
     from shardkit._params.memory import SlotPool
+    from shardkit._params.traced_store import TracedSend
     from shardkit._settings import AllReduce, CommSettings
     from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
@@ -51,11 +52,7 @@ def assign_grad(
 ) -> None:
     """Add this rank's piece of a reduced gradient to a sharded parameter's ``.grad``.
 
-    Args:
-        param: The sharded parameter.
-        piece: Gradient of the piece, 1-D.
-        spec: Cut of the parameter.
-        flat: The reduced gradients of the whole shard, of which `piece` is a view.
+    `flat` has those of the whole shard, and `piece`, 1-D, is a view of it; None: of nothing.
     """
     grad = param.grad
     if grad is None:
@@ -76,9 +73,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 class BucketGradients:
     """Collects one bucket's unsharded gradients, and assigns the sharded ones.
-
-    Args:
-        bucket: Bucket that may be trained.
 
     Attributes:
         bucket: Bucket of the gradients.
@@ -111,7 +105,7 @@ class BucketGradients:
             and plan.param_dtype == plan.reduce_dtype
             and not bucket.store.converts_gradients
         )
-        self._buffer: GradientBuffer | None = None
+        self._buffer: SendBuffer | TracedSend | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
         self._unused: set[str] = set()
         self._comm: AllReduce | None = None  # The user's that was called in this backward.
@@ -211,7 +205,7 @@ class BucketGradients:
         return parts
 
     @property
-    def buffer(self) -> GradientBuffer:
+    def buffer(self) -> SendBuffer | TracedSend:
         """Where gradients are collected; made at first use."""
         if self._buffer is None:
             with torch.inference_mode(mode=False):
@@ -219,11 +213,6 @@ class BucketGradients:
         return self._buffer
 
     # --- reduced ---
-
-    def take_partial(self) -> Tensor | None:
-        """Return the sums that wait for the all-reduce, and forget them."""
-        partial, self.partial = self.partial, None
-        return partial
 
     def all_reduce(self, comm: AllReduce, axis: AxisComm, tensor: Tensor, unit: float) -> None:
         """Sum over the replicate axis by the user's function, outside of autocast."""
@@ -357,11 +346,7 @@ class GroupGradients:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        *,
-        comm: CommSettings,
-        weight: float = 1.0,
+        self, buckets: Sequence[Bucket], *, comm: CommSettings, weight: float = 1.0
     ) -> None:
         self.buckets = [BucketGradients(bucket) for bucket in buckets]
         self.holds_layers = all(each.holds_layers for each in self.buckets)
@@ -494,6 +479,7 @@ class GroupGradients:
         plan, store = gradients.bucket.plan, gradients.bucket.store
         is_partial = self._is_partial(gradients)
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
+        carry, gradients.partial = gradients.partial, None
         return Reduction(
             send=gradients.buffer.flat,
             room=room,
@@ -503,7 +489,7 @@ class GroupGradients:
             before=self._before(gradients.num_ranks),
             shard_axis=plan.axis,
             replicate_axis=None if is_partial else plan.replicate_axis,
-            carry=gradients.take_partial(),
+            carry=carry,
             is_to_host=plan.is_offloaded and not is_partial,
             is_pinned=plan.is_pinned,
             comm=self._comm.reduce_scatter,
@@ -581,12 +567,6 @@ def start_reduce(
     many: Sequence[tuple[GroupGradients, bool]], streams: CommStreams, pool: SlotPool, of: str
 ) -> None:
     """Reduce the gradients of groups, each with or without the all-reduce, in one go.
-
-    Args:
-        many: Groups, each with whether to all-reduce it.
-        streams: Streams of the reductions.
-        pool: Pool of the memory.
-        of: Names of the groups.
 
     Cost: one reduce-scatter per bucket, one all-reduce per bucket on a replicate axis; small
     reduce-scatters may travel together.

@@ -130,7 +130,8 @@ def plan_for(
     first = entries[0]
     dtype, own = stored_dtype(first), first.mesh or mesh
     around = next((entry.around for entry in entries if entry.around is not None), None)
-    return BucketPlan.of(first.param, own, policy, offload, dtype=dtype, around=around)
+    is_meta = first.param.is_meta
+    return BucketPlan.of(own, policy, offload, dtype=dtype, around=around, is_meta=is_meta)
 
 
 def store_class(
@@ -138,26 +139,24 @@ def store_class(
 ) -> type[FlatStore | SubclassStore | TracedStore]:
     """Return what keeps a bucket that begins with a parameter."""
     gathers_itself = subclass_of(entry) is not None
-    if mesh.backend.is_traced and gathers_itself:
+    is_packed = packing_of(entry) is not None
+    if not mesh.backend.is_traced:
+        return PackedStore if is_packed else SubclassStore if gathers_itself else FlatStore
+    refused = f"which meshes of {mesh.device_type!r} devices do not support"
+    named = f"parameter {entry.name!r} is a {type(entry.param).__name__}"
+    if gathers_itself:
         msg = (
-            f"parameter {entry.name!r} is a {type(entry.param).__name__} that gathers itself "
-            f"(fsdp_pre_all_gather), which meshes of {mesh.device_type!r} devices do not support. "
+            f"{named} that gathers itself (fsdp_pre_all_gather), {refused}. "
             f"Make it a plain parameter, or pass it in ignored_params of fully_shard."
         )
         raise WrapError(msg)
-    is_packed = packing_of(entry) is not None
-    if mesh.backend.is_traced and is_packed:
+    if is_packed:
         msg = (
-            f"parameter {entry.name!r} is a {type(entry.param).__name__} over several tensors, "
-            f"which meshes of {mesh.device_type!r} devices do not support: they have no views of "
-            f"bytes. Do not quantize it, or pass it in ignored_params of fully_shard."
+            f"{named} over several tensors, {refused}: they have no views of bytes. Do not "
+            f"quantize it, or pass it in ignored_params of fully_shard."
         )
         raise WrapError(msg)
-    if mesh.backend.is_traced:
-        return TracedStore
-    if is_packed:
-        return PackedStore
-    return SubclassStore if gathers_itself else FlatStore
+    return TracedStore
 
 
 # --- planned buckets ------------------------------------------------------------------------------
@@ -213,11 +212,10 @@ def plan_buckets(
     For parameters that gather themselves (`subclass_store`) the unsharded bytes are those of a
     plain parameter: only their own hooks know what they send.
     """
-    planned = []
-    for alike in split_by_kind(entries, policy=policy):
-        plan = plan_for(alike, mesh, policy, offload).materialized()
-        planned.append(_planned(plan, alike))
-    return planned
+    return [
+        _planned(plan_for(alike, mesh, policy, offload).materialized(), alike)
+        for alike in split_by_kind(entries, policy=policy)
+    ]
 
 
 def _planned(plan: BucketPlan, entries: list[ParamEntry]) -> PlannedBucket:

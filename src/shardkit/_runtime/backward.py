@@ -146,7 +146,7 @@ def _show(key: _Key) -> str:
 
 
 class Backward:
-    """Follows a backward (`events.BackwardListener`): gathers, collects gradients, reduces.
+    """Follows a backward, as `events` tell of it: gathers, collects gradients, reduces.
 
     Args:
         groups: All groups of the root, by number.
@@ -192,9 +192,9 @@ class Backward:
         self._reductions.begin_backward()
         torch_autograd.queue_backward_callback(self.end_backward)
 
-    def is_user_held(self, group: int) -> bool:
+    def is_user_held(self, group: ParamGroup) -> bool:
         """Whether the user has unsharded a group, and no forward or backward has used it since."""
-        return self._schedule.states[group].is_user_held
+        return self._schedule.states[group.index].is_user_held
 
     def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
         """A gradient of a group's outputs came."""
@@ -290,13 +290,13 @@ class Backward:
         self._reductions.complete(group)
 
     def on_grad(
-        self, group_index: int, gradients: BucketGradients, index: int, grad: Tensor
+        self, group: ParamGroup, gradients: BucketGradients, index: int, grad: Tensor
     ) -> None:
         """An unsharded gradient came."""
         if not self.is_running:
             self.begin_backward()
         self._any_fired = True
-        group, state = self._groups[group_index], self._schedule.states[group_index]
+        state = self._schedule.states[group.index]
         if self._makes_graph and grad.requires_grad:
             raise _no_graph_of(gradients.bucket.entries[index].name)
         grad = self._passes.enter_gradient(group, gradients.bucket, grad)
@@ -314,11 +314,11 @@ class Backward:
             self._gathers.gather_put_off()
         if not is_last or is_layer:
             return  # A layer is complete when backward leaves it, so that its memory is free.
-        records = self._inside[group_index]
+        records = self._inside[group.index]
         if records and group.is_innermost:
             # Nothing before these parameters wants a gradient, so backward needs them no more.
             in_pass = records[-1].in_pass
-            self._close_records(group_index)
+            self._close_records(group.index)
             state.num_watched = 0
             self._leave(group, in_pass, is_last=True)
         self._complete(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,48 +14,17 @@ from shardkit._errors import StateError
 from shardkit._tensor.sharded import relay_hooks, while_trainable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
 
     from shardkit._params.gradients import BucketGradients
+    from shardkit._runtime.backward import Backward
+    from shardkit._runtime.group import ParamGroup
+    from shardkit._schedule import GroupState
 
 
-class BackwardListener(Protocol):
-    """Who wants to know how far backward is: the root's `backward.Backward`."""
-
-    def begin_backward(self) -> None:
-        """A backward has begun; its end is to be told."""
-
-    def is_user_held(self, group: int) -> bool:
-        """Whether the user has unsharded a group, and no forward or backward has used it since."""
-
-    def on_grad(self, group: int, gradients: BucketGradients, index: int, grad: Tensor) -> None:
-        """The gradient of parameter `index` of one of a group's buckets came."""
-
-    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
-        """A gradient of a group's outputs came."""
-
-    def exit_backward(self, record: ForwardRecord) -> None:
-        """The gradients of a group's inputs came."""
-
-
-class WatchedGroup(Protocol):
-    """What a record needs of its group.
-
-    Attributes:
-        index: Number of the group in the root of now.
-        listener: Listener of the root of now: another one if a larger root ran since the forward.
-    """
-
-    index: int
-    listener: BackwardListener | None
-
-    @property
-    def shard_versions(self) -> tuple[int, ...]:
-        """Changes whenever a shard is written to."""
-
-
+@dataclass(slots=True, eq=False)
 class ForwardRecord:
     """One forward of one group; autograd's graph keeps it alive until its backward.
 
@@ -69,45 +38,31 @@ class ForwardRecord:
         may_lack_outputs: Whether it may return nothing to differentiate.
     """
 
-    __slots__ = (
-        "active",
-        "group",
-        "has_input_grads",
-        "in_pass",
-        "is_first",
-        "may_lack_outputs",
-        "versions",
-    )
-
-    def __init__(self, group: WatchedGroup, in_pass: int | None) -> None:
-        self.group = group
-        self.in_pass = in_pass
-        self.versions = group.shard_versions
-        self.has_input_grads = False
-        self.active = False
-        self.is_first = False
-        self.may_lack_outputs = False
+    group: ParamGroup
+    in_pass: int | None
+    versions: tuple[int, ...]
+    has_input_grads: bool = False
+    active: bool = False
+    is_first: bool = False
+    may_lack_outputs: bool = False
 
     @property
-    def listener(self) -> BackwardListener:
-        """Who wants to know of its backward."""
+    def listener(self) -> Backward:
+        """The root's backward: that of another root, if a larger one ran since the forward."""
         listener = self.group.listener
         assert listener is not None
         return listener
 
     def watch_outputs(self, outputs: Iterable[Tensor]) -> bool:
         """Tell the listener when the first gradient of `outputs` comes; return if there are any."""
-        hook = functools.partial(_enter_backward, self)
         has_any = False
         for output in outputs:
             has_any = True
-            output.register_hook(hook)
+            output.register_hook(self._enter_backward)
         return has_any
 
-
-def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
-    """Hook of a group's outputs."""
-    record.listener.enter_backward(record, grad)
+    def _enter_backward(self, grad: Tensor) -> None:
+        self.listener.enter_backward(self, grad)
 
 
 class InputGrads(torch.autograd.Function):
@@ -136,28 +91,6 @@ class InputGrads(torch.autograd.Function):
 # --- gradients of parameters ----------------------------------------------------------------------
 
 
-class GradTaker(Protocol):
-    """Who takes gradients: the group."""
-
-    def begin_backward(self) -> None:
-        """The first gradient came, and is left where it is; the end of backward is to be told."""
-
-    def on_grad(self, gradients: BucketGradients, index: int, grad: Tensor) -> None:
-        """The gradient of parameter `index` of a bucket came."""
-
-
-class GradCounts(Protocol):
-    """Who counts gradients of a group in one backward: the schedule's record of it.
-
-    Attributes:
-        num_arrived: Number of gradients that came.
-        num_expected: Number of gradients that come if every parameter is used.
-    """
-
-    num_arrived: int
-    num_expected: int
-
-
 @dataclass(slots=True, eq=False)
 class _Layer:
     """A layer that backward is inside of, whose gradients are held until it leaves.
@@ -168,7 +101,7 @@ class _Layer:
         at_half: Method that is called when half of them have come; weak, as C++ keeps this.
     """
 
-    counts: GradCounts | None = None
+    counts: GroupState | None = None
     half: int = 0
     at_half: weakref.WeakMethod[Callable[[], None]] | None = None
 
@@ -181,49 +114,41 @@ class GradHooks:
     held.
 
     Args:
-        taker: Receiver of the gradients.
-        buckets: Gradients of its buckets.
+        group: Group of the parameters.
         at_once: Whether to take gradients when they come.
     """
 
-    def __init__(
-        self, taker: GradTaker, buckets: Sequence[BucketGradients], *, at_once: bool
-    ) -> None:
+    def __init__(self, group: ParamGroup, *, at_once: bool) -> None:
         # Weak, in hooks too: C++ keeps those, where the garbage collector sees no cycle to break.
-        self._taker = weakref.ref(taker)
-        self._buckets = buckets
+        self._group = weakref.ref(group)
+        self._buckets = [gradients.bucket for gradients in group.gradients.buckets]
         self._noted: list[Tensor] = []
         self._layer = _Layer()
-        self._positions = {
-            id(param): (weakref.ref(gradients), index)
-            for gradients in buckets
+        self._places = {
+            id(param): (param, weakref.ref(gradients), index)
+            for gradients in group.gradients.buckets
             for index, param in enumerate(gradients.bucket.store.unsharded)
         }
         self.at_once = False
-        for gradients in buckets:
-            bucket = gradients.bucket
+        for bucket in self._buckets:
             for param, unsharded in zip(bucket.sharded, bucket.store.unsharded, strict=True):
                 relay_hooks(param, unsharded)
         if at_once:
             self.collect_at_once()
         else:
-            note = _notes_arrival(self._taker, self._noted)
-            for gradients in buckets:
-                for param in gradients.bucket.store.unsharded:
-                    _add_hook(param, note)
+            note = _notes_arrival(self._group, self._noted)
+            for param, _, _ in self._places.values():
+                _add_hook(param, note)
 
     def collect_at_once(self) -> None:
         """Take gradients when they come from now on, rather than at the end of backward."""
         if self.at_once:
             return
         self.at_once = True
-        for gradients in self._buckets:
-            for index, param in enumerate(gradients.bucket.store.unsharded):
-                of = weakref.ref(gradients)
-                take = functools.partial(_take_grad, self._taker, of, index, layer=self._layer)
-                _add_hook(param, take)
+        for param, of, index in self._places.values():
+            _add_hook(param, functools.partial(_take_grad, self._group, of, index, self._layer))
 
-    def hold(self, counts: GradCounts, at_half: Callable[[], None]) -> None:
+    def hold(self, counts: GroupState, at_half: Callable[[], None]) -> None:
         """Hold and count gradients from now on, and tell nobody but of the half of them.
 
         Args:
@@ -242,50 +167,45 @@ class GradHooks:
     def has_user_hooks(self) -> bool:
         """Whether users want to be told of gradients as they come."""
         return any(
-            torch_autograd.has_post_accumulate_grad_hooks(gradients.bucket.sharded)
-            for gradients in self._buckets
+            torch_autograd.has_post_accumulate_grad_hooks(bucket.sharded)
+            for bucket in self._buckets
         )
 
     def flush(self) -> None:
         """Take the gradients that came and have not been taken."""
-        for param in self._noted:
-            _take_grad(self._taker, *self._positions[id(param)], param)
+        for noted in self._noted:
+            param, of, index = self._places[id(noted)]
+            _take_grad(self._group, of, index, None, param)
         self._noted.clear()
 
     @property
     def has_left(self) -> bool:
         """Whether a parameter has a gradient that no hook told of."""
-        return any(
-            param.grad is not None
-            for gradients in self._buckets
-            for param in gradients.bucket.store.unsharded
-        )
+        return any(param.grad is not None for param, _, _ in self._places.values())
 
     def take_left(self) -> None:
         """Take the gradients that no hook told of."""
-        for gradients in self._buckets:
-            for index, param in enumerate(gradients.bucket.store.unsharded):
-                _take_grad(self._taker, weakref.ref(gradients), index, param)
+        for param, of, index in self._places.values():
+            _take_grad(self._group, of, index, None, param)
 
     def discard(self) -> None:
         """Forget all that have not been taken."""
-        for gradients in self._buckets:
-            for param in gradients.bucket.store.unsharded:
-                param.grad = None
+        for param, _, _ in self._places.values():
+            param.grad = None
         self._noted.clear()
         self.release()
 
 
 def _notes_arrival(
-    reference: weakref.ref[GradTaker], arrived: list[Tensor]
+    group_ref: weakref.ref[ParamGroup], arrived: list[Tensor]
 ) -> Callable[[Tensor], None]:
     """Return a hook that notes a parameter; the first one asks for the end of backward."""
 
     def note(param: Tensor) -> None:
         if not arrived:
-            taker = reference()
-            if taker is not None:
-                taker.begin_backward()
+            group = group_ref()
+            if group is not None and group.listener is not None:
+                group.listener.begin_backward()
         arrived.append(param)
 
     return note
@@ -298,15 +218,15 @@ def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
 
 
 def _take_grad(
-    taker_ref: weakref.ref[GradTaker],
+    group_ref: weakref.ref[ParamGroup],
     gradients_ref: weakref.ref[BucketGradients],
     index: int,
+    layer: _Layer | None,
     param: Tensor,
-    layer: _Layer | None = None,
 ) -> None:
     """Take a gradient from an unsharded parameter: its hook."""
-    taker, gradients, grad = taker_ref(), gradients_ref(), param.grad
-    if taker is None or gradients is None or grad is None:
+    group, gradients, grad = group_ref(), gradients_ref(), param.grad
+    if group is None or gradients is None or grad is None:
         return
     param.grad = None
     if grad.layout is not torch.strided:
@@ -318,7 +238,8 @@ def _take_grad(
         raise StateError(msg)
     counts = None if layer is None else layer.counts
     if layer is None or counts is None or index in gradients.held:
-        taker.on_grad(gradients, index, grad)
+        assert group.listener is not None
+        group.listener.on_grad(group, gradients, index, grad)
         return
     gradients.fired[index] = 1
     gradients.held[index] = grad

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._params.bucket import Bucket
     from shardkit._params.flat_store import Store
-    from shardkit._params.gradients import BucketGradients
-    from shardkit._runtime.events import BackwardListener
+    from shardkit._runtime.backward import Backward
     from shardkit._settings import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
     from shardkit._tensor.written_values import WrittenValue
     from shardkit.backends.base import AxisComm, Backend
@@ -127,7 +126,7 @@ class ParamGroup:
         self.index = -1
         self.number = next(_numbers)
         self._values = WholeValues()
-        self.listener: BackwardListener | None = None
+        self.listener: Backward | None = None
         self._set_buckets(buckets)
         self._values.versions = self.shard_versions
 
@@ -154,7 +153,7 @@ class ParamGroup:
         self._shown = [each for _, each in watched]
         self._shown_versions = [0] * len(self._shown)
         self.note_writes()
-        self.grad_hooks = GradHooks(self, self.gradients.buckets, at_once=not self.is_local)
+        self.grad_hooks = GradHooks(self, at_once=not self.is_local)
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
         """Choose what happens to the memory after forward; an int makes a process group."""
@@ -296,7 +295,7 @@ class ParamGroup:
     @property
     def is_user_held(self) -> bool:
         """Whether the user has called `unshard`, and works with the unsharded parameters."""
-        return self.listener is not None and self.listener.is_user_held(self.index)
+        return self.listener is not None and self.listener.is_user_held(self)
 
     @property
     def is_shown(self) -> bool:
@@ -508,18 +507,6 @@ class ParamGroup:
         for entry, _, _ in result:
             entry.written = None
         return result
-
-    # --- gradients: `grad_hooks.GradTaker` ---
-
-    def begin_backward(self) -> None:
-        """A backward has begun; its end is to be told."""
-        if self.listener is not None:
-            self.listener.begin_backward()
-
-    def on_grad(self, gradients: BucketGradients, index: int, grad: Tensor) -> None:
-        """The gradient of parameter `index` of a bucket came."""
-        assert self.listener is not None
-        self.listener.on_grad(self.index, gradients, index, grad)
 
     # --- copies and pickles ---
 

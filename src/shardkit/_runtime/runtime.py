@@ -453,7 +453,7 @@ class Runtime:
             _events.observer.begin("compute", group.name, group=group.number)
         if not torch.is_grad_enabled():
             return None
-        record = ForwardRecord(group, self.schedule.current_pass)
+        record = ForwardRecord(group, self.schedule.current_pass, group.shard_versions)
         if group.is_trainable:
             record.is_first = self.reductions.order.enter_forward(group.index)
         return record
@@ -577,7 +577,9 @@ class Runtime:
         group.show(unsharded=True)
         if _events.observer is not None:
             _events.observer.begin("compute", group.name, group=group.number, phase="recompute")
-        return ForwardRecord(group, None) if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():
+            return None
+        return ForwardRecord(group, None, group.shard_versions)
 
     def exit_recompute(
         self,

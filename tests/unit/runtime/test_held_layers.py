@@ -40,8 +40,8 @@ def _told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     tell = Backward.on_grad
 
-    def on_grad(self: Backward, group: int, *rest: typing.Any) -> None:
-        found.append(group)
+    def on_grad(self: Backward, group: ParamGroup, *rest: typing.Any) -> None:
+        found.append(group.index)
         tell(self, group, *rest)
 
     monkeypatch.setattr(Backward, "on_grad", on_grad)
