@@ -381,7 +381,7 @@ def packing_of(entry: ParamEntry) -> Packing | None:
     """Return how a parameter is packed; None: it is not. Refuse one that has parts and cannot."""
     param, name = entry.param, entry.name
     if isinstance(param, ShardedTensor):
-        packing: Packing | None = param.spec.packing  # type: ignore[assignment]
+        packing: Packing | None = param.spec.packing
         return packing
     if tensor_parallel_of(param) is not None:
         _check_tensor_parallel(name, param)

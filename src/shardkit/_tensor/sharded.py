@@ -11,8 +11,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from shardkit._tensor import dcp_protocol
 from shardkit._tensor.client_answers import ClientAnswers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -140,23 +139,6 @@ def user_attributes(tensor: Tensor) -> dict[str, Any]:
     return {k: v for k, v in tensor.__dict__.items() if k not in (*_OWN_ATTRIBUTES, "_is_param")}
 
 
-Dispatcher = Callable[[Any, Any, Any], Any]
-_dispatcher: Dispatcher
-_dispatcher_of_mixed: Dispatcher
-
-
-def set_dispatcher(dispatcher: Dispatcher, of_mixed: Dispatcher) -> None:
-    """Say who runs operators (`_tensor.ops` does, when it is imported).
-
-    Args:
-        dispatcher: Function that runs operators on sharded tensors.
-        of_mixed: Function that runs operators on those together with tensors of other classes, such
-            as views of them.
-    """
-    global _dispatcher, _dispatcher_of_mixed
-    _dispatcher, _dispatcher_of_mixed = dispatcher, of_mixed
-
-
 class ShardedTensor(ClientAnswers):
     """A tensor of a global shape of which this rank holds a flat range.
 
@@ -177,6 +159,11 @@ class ShardedTensor(ClientAnswers):
     cut_by: _GradientCut
     lost_gradient: str  # Why no gradient may arrive here; absent as a rule.
     __torch_function__ = torch_tensors.disabled_torch_function
+
+    dispatch: ClassVar[Callable[[Any, Any, Any], Any]]
+    """Runs operators on sharded tensors; `_tensor.ops` sets both when it is imported."""
+    dispatch_mixed: ClassVar[Callable[[Any, Any, Any], Any]]
+    """Runs operators on those together with tensors of other classes, such as views of them."""
 
     @staticmethod
     def __new__(  # noqa: D417 - the class needs no description
@@ -379,7 +366,7 @@ class ShardedTensor(ClientAnswers):
         whole = self.whole_values()
         packing = self.spec.packing
         if packing is not None and whole.dtype == torch.uint8:
-            return packing.unpack(whole.untyped_storage(), 0)
+            whole = packing.unpack(whole.untyped_storage(), 0)
         return whole
 
     def whole_values(self) -> Tensor:
@@ -488,9 +475,8 @@ class ShardedTensor(ClientAnswers):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run `func` by the handler of its kind."""
-        if len(types) > 1:
-            return _dispatcher_of_mixed(func, args, kwargs or {})
-        return _dispatcher(func, args, kwargs or {})
+        run = cls.dispatch_mixed if len(types) > 1 else cls.dispatch
+        return run(func, args, kwargs or {})
 
 
 class _FullTensor(torch.autograd.Function):

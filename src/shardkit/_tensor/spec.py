@@ -33,44 +33,6 @@ class Axis(SumAxis, Protocol):
     def broadcast(self, tensor: Tensor, src: int) -> None: ...
 
 
-class TensorParallelSplit(Protocol):
-    """How a tensor is split over another mesh before it is cut.
-
-    It is `backends.dtensor.TensorParallel`: backends and tensors do not import each other.
-    The piece is a range of this rank's part, which begins at `offsets` in the whole.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def offsets(self) -> tuple[int, ...]: ...
-    @property
-    def placements(self) -> tuple[Any, ...]: ...
-    @property
-    def axes(self) -> tuple[Axis, ...]: ...
-    def join(self, mesh: DeviceMesh) -> DeviceMesh: ...
-    def to_part(self, whole: Tensor) -> Tensor: ...
-    def to_whole(self, part: Tensor) -> Tensor: ...
-    def part_indices(self, places: Tensor) -> Tensor: ...
-    def retire(self, param: Tensor, name: str) -> None: ...
-
-
-class PackedLayout(Protocol):
-    """How a parameter over several tensors lies in bytes.
-
-    It is `_params.packing.Packing`, which is found by what modules hold: of that nothing is known
-    here.
-    """
-
-    cls: type[Tensor]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def pack(self, tensor: Tensor) -> Tensor: ...
-    def check(self, tensor: Tensor) -> object: ...
-    def unpack(self, storage: torch.UntypedStorage, start: int) -> Tensor: ...
-
-
 _NO_ROWS = (
     "{} asked of FlatShard, which cuts no dim: a rank's piece is a range of the flattened tensor, "
     "not rows. Use full_tensor(), or redistribute(placements=[Replicate()]), on all ranks."
@@ -199,10 +161,11 @@ class ShardSpec:
             None: each apart.
         shard_device: Device of the pieces; None: the device of the mesh.
         subclass: `SubclassLayout` of the parameter's store, if its class gathers itself.
-        packing: Bytes of the parameter's tensors, if it lies over several: then the cut tensor is
-            these bytes. Set by the store.
-        tensor_parallel: Split of the parameter over another mesh before it is cut here: then the
-            layout, `start` and `stop` are those of this rank's part. None: not at all.
+        packing: Bytes of the parameter's tensors (`packing.Packing`), if it lies over several: then
+            the cut tensor is these bytes. Set by the store.
+        tensor_parallel: Split of the parameter over another mesh (`dtensor.TensorParallel`) before
+            it is cut here: then the layout, `start` and `stop` are those of this rank's part. None:
+            not at all.
         axes: Axes over which ranks hold different elements.
         total_axes: Axes over which a norm of all parameters is summed: those of `axes`, and those
             along which other ranks hold other parameters.
@@ -224,7 +187,7 @@ class ShardSpec:
     around: DeviceMesh | None = None
     state_allocator: Any = None
     shard_device: torch.device | None = None
-    tensor_parallel: TensorParallelSplit | None = None
+    tensor_parallel: Any = None
     subclass: Any = None
     axes: tuple[Axis, ...] = field(init=False)
     total_axes: tuple[Axis, ...] = field(init=False)
@@ -238,7 +201,7 @@ class ShardSpec:
     is_worthless: bool = field(init=False, default=False)
     entry: weakref.ref[Any] | None = field(init=False, default=None)
     unsharded: weakref.ref[nn.Parameter] | None = field(init=False, default=None)
-    packing: PackedLayout | None = field(init=False, default=None)
+    packing: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Find this rank's range."""
@@ -305,8 +268,10 @@ class ShardSpec:
 
     def gather(self, piece: Tensor) -> Tensor:
         """Return the whole tensor of which `piece` is this rank's. Collective."""
-        full = self._gather_part(piece)
-        return full if self.tensor_parallel is None else self.tensor_parallel.to_whole(full)
+        full: Tensor = self._gather_part(piece)
+        if self.tensor_parallel is not None:
+            full = self.tensor_parallel.to_whole(full)
+        return full
 
     def _gather_part(self, piece: Tensor) -> Tensor:
         layout, index, axis = self.layout, self.index, self.axis

@@ -9,16 +9,12 @@ what they need (`wholes`). `dispatch` says which operator is of which kind.
 from __future__ import annotations
 
 from shardkit._compat import torch_autograd
-from shardkit._tensor.ops.dispatch import StateAllocator, dispatch
+from shardkit._tensor.ops.dispatch import StateAllocator, dispatch, dispatch_mixed
 from shardkit._tensor.ops.reductions import share_overflow, total_norm
-from shardkit._tensor.ops.structural import dispatcher_of_views
-from shardkit._tensor.ops.wholes import set_view_dispatcher
-from shardkit._tensor.sharded import ShardedTensor, set_dispatcher
+from shardkit._tensor.sharded import ShardedTensor
 
 __all__ = ["StateAllocator", "total_norm"]
 
 torch_autograd.register_foreach_class(ShardedTensor)
 torch_autograd.after_unscaling(share_overflow)
-_dispatch_mixed = dispatcher_of_views(dispatch)
-set_dispatcher(dispatch, _dispatch_mixed)
-set_view_dispatcher(_dispatch_mixed)
+ShardedTensor.dispatch, ShardedTensor.dispatch_mixed = dispatch, dispatch_mixed

@@ -28,7 +28,9 @@ from shardkit._tensor.ops.reductions import (
     vector_norm,
 )
 from shardkit._tensor.ops.structural import (
+    READ_NO_VALUES,
     copy_into,
+    empty_as,
     fills_by_shape,
     new_like,
     plain_empty,
@@ -38,13 +40,18 @@ from shardkit._tensor.ops.structural import (
     state_like,
     structural,
     view,
+    view_of,
     view_of_size,
     write,
+    writes_elements,
 )
 from shardkit._tensor.ops.wholes import (
+    ShardedView,
+    argument,
     check_in_place,
     cut_gradients,
     first_sharded,
+    followed,
     gathered,
     note_write,
     runs_on_wholes,
@@ -55,7 +62,7 @@ from shardkit._tensor.ops.wholes import (
 )
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import constant, note_update, note_written
-from shardkit._tree import iter_tensors
+from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -264,8 +271,11 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Indices of plain tensors only (parameters that are not sharded) pass through.
     """
     if any(type(arg) is ShardedTensor for arg in (*args, *kwargs.values())):  # A number for all.
-        args = tuple(_number(func, arg) for arg in args)
-        kwargs = {key: _number(func, arg) for key, arg in kwargs.items()}
+        args = tuple(gathered(func, arg) if type(arg) is ShardedTensor else arg for arg in args)
+        kwargs = {
+            key: gathered(func, arg) if type(arg) is ShardedTensor else arg
+            for key, arg in kwargs.items()
+        }
     first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
     runs = find_runs(args)
     if _has_data(func, args, runs):
@@ -304,10 +314,6 @@ def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> b
     if not runs_on_wholes(args):
         return False
     return any(type(tensor) is not ShardedTensor for tensor in iter_tensors(args, depth=0))
-
-
-def _number(func: Any, arg: Any) -> Any:
-    return gathered(func, arg) if type(arg) is ShardedTensor else arg
 
 
 def _local_list(func: Any, items: Any, first: Sequence[Any]) -> list[Any] | Any:
@@ -470,6 +476,36 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_grad_enabled() and handler is not same_memory:
         cut_gradients(args, kwargs)
     return handler(func, args, kwargs)
+
+
+def dispatch_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on sharded tensors together with tensors of other classes, such as views."""
+    if not any(type(t) is ShardedView for t in iter_tensors([args, kwargs], depth=0)):
+        return dispatch(func, args, kwargs)
+    cut_gradients(args, kwargs)
+    return followed(_run_on_views(func, args, kwargs), args, kwargs)
+
+
+def _run_on_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args and type(args[0]) is ShardedView:
+        shown, *others = args
+        if func.is_view:
+            return view_of(shown.base, func, (shown.geometry, *others), kwargs)
+        if writes_elements(func):
+            return write(func, args, kwargs)
+        if func in READ_NO_VALUES:
+            return func(empty_as(shown), *others, **kwargs)
+    changed, filled = torch_tensors.written_arguments(func)
+    written = [argument(args, kwargs, key) for key in (*changed, *filled)]
+    writes_views = any(type(t) is ShardedView for t in iter_tensors(written, depth=0))
+    if writes_views or runs_on_wholes(args, kwargs):
+        return whole(func, args, kwargs)
+    args, kwargs = (
+        map_tensors(lambda t: gathered(func, t) if type(t) is ShardedView else t, tree)
+        for tree in (args, kwargs)
+    )
+    has_sharded = any(type(t) is ShardedTensor for t in iter_tensors([args, kwargs], depth=0))
+    return dispatch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
 
 
 def nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,11 @@ from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._tensor.ops.wholes import (
     ShardedView,
     check_in_place,
-    cut_gradients,
     first_sharded,
-    followed,
     gathered,
     note_write,
     places_of,
     refuse,
-    runs_on_wholes,
     slice_operand,
     whole,
     wrap,
@@ -27,9 +24,6 @@ from shardkit._tensor.ops.wholes import (
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import is_param, note_written
 from shardkit._tree import iter_tensors, map_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _aten = torch.ops.aten
 
@@ -53,7 +47,7 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 
 def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``detach`` and kin: the result lies where the argument does.
+    """Run ``detach``, views that leave the shape as it is, and kin: the same memory.
 
     The piece itself is passed on: a view made inside a dispatch has a version counter of its own,
     and writes through it would not be noticed.
@@ -88,13 +82,6 @@ def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is not _aten.zeros_like.default:
         piece.fill_(1 if func is _aten.ones_like.default else args[1])
     return ShardedTensor(piece, tensor.spec, flat)
-
-
-def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a view operator that leaves the shape as it is."""
-    del func, kwargs
-    tensor = args[0]
-    return ShardedTensor(tensor.local_piece, tensor.spec, tensor.flat, tensor.flat_start)
 
 
 def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,7 +191,7 @@ _ELEMENTWISE_WRITES = (
     _aten.index_fill_.int_Tensor,
     _aten.index_put_.default,
 )
-_READ_NO_VALUES = (
+READ_NO_VALUES = (
     _aten.empty_like.default,
     _aten.zeros_like.default,
     _aten.ones_like.default,
@@ -224,7 +211,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     tensor.cut_gradient()
     geometry = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return _view_of(tensor, func, (geometry, *args[1:]), kwargs)
+    return view_of(tensor, func, (geometry, *args[1:]), kwargs)
 
 
 def view_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,73 +222,21 @@ def view_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         size[size.index(-1)] = tensor.numel() // known if known else 0
     elif len(size) == tensor.ndim:
         size = [old if new == -1 else new for new, old in zip(size, tensor.shape, strict=True)]
-    return (reshape if size == list(tensor.shape) else view)(func, args, kwargs)
+    return (same_memory if size == list(tensor.shape) else view)(func, args, kwargs)
 
 
-def _view_of(base: ShardedTensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def view_of(base: ShardedTensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*args, **kwargs)
     if isinstance(result, Tensor):
         return ShardedView(base, result)
     return [ShardedView(base, item) for item in result]
 
 
-def dispatcher_of_views(
-    dispatch: Callable[[Any, Any, Any], Any],
-) -> Callable[[Any, Any, Any], Any]:
-    """Return what runs operators with views among their arguments, by `dispatch` in the end."""
-
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(type(t) is ShardedView for t in iter_tensors([args, kwargs], depth=0)):
-            return dispatch(func, args, kwargs)
-        cut_gradients(args, kwargs)
-        return followed(run_on_views(func, args, kwargs), args, kwargs)
-
-    def run_on_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and type(args[0]) is ShardedView:
-            handler = _handler_of_view(func)
-            if handler is not None:
-                return handler(func, args, kwargs)
-        if runs_on_wholes(args, kwargs) or _writes_views(func, args, kwargs):
-            return whole(func, args, kwargs)
-        args, kwargs = _without_views(func, args), _without_views(func, kwargs)
-        has_sharded = any(type(t) is ShardedTensor for t in iter_tensors([args, kwargs], depth=0))
-        return dispatch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
-
-    return run
-
-
-def _handler_of_view(func: Any) -> Callable[[Any, Any, Any], Any] | None:
-    """Return what runs an operator whose first argument is a view; None: as any other."""
-    if func.is_view:
-        return _view_further
-    if _writes_elements(func):
-        return write
-    return _make_alike if func in _READ_NO_VALUES else None
-
-
-def _view_further(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _view_of(args[0].base, func, (args[0].geometry, *args[1:]), kwargs)
-
-
-def _make_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(_empty_as(args[0]), *args[1:], **kwargs)
-
-
-def _empty_as(shown: ShardedView) -> Tensor:
+def empty_as(shown: ShardedView) -> Tensor:
     geometry = shown.geometry
     return torch.empty_strided(
         geometry.shape, geometry.stride(), dtype=geometry.dtype, device=shown.device
     )
-
-
-def _writes_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    changed, filled = torch_tensors.written_arguments(func)
-    written = [kwargs.get(k) if isinstance(k, str) else args[k] for k in (*changed, *filled)]
-    return any(type(t) is ShardedView for t in iter_tensors(written, depth=0))
-
-
-def _without_views(func: Any, tree: Any) -> Any:
-    return map_tensors(lambda t: gathered(func, t) if type(t) is ShardedView else t, tree)
 
 
 def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -321,7 +256,7 @@ def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _writes_elements(func: Any) -> bool:
+def writes_elements(func: Any) -> bool:
     """Whether an operator writes each element of its first argument from that element alone."""
     if func in _ELEMENTWISE_WRITES:
         return True
@@ -351,7 +286,7 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
     places = spec.local_indices(places_of(geometry, piece.device))
     is_here = (places >= 0) & (places < piece.numel())
     # Laid out like the view, since random numbers may depend on that; the rest is never touched.
-    values = _empty_as(target).zero_()
+    values = empty_as(target).zero_()
     values[is_here] = piece[places[is_here]]
     func(values, *args, **kwargs)
     piece[places[is_here]] = values[is_here]

@@ -22,7 +22,6 @@ from shardkit._tree import iter_tensors, map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardkit._tensor.sharded import Dispatcher
     from shardkit._tensor.spec import ShardSpec
 
 
@@ -173,14 +172,6 @@ def wrap(result: Any, spec: ShardSpec) -> Any:
 #
 # It is looked at when it is used: reading gathers the tensor, writing reaches the pieces.
 
-_dispatcher: Dispatcher
-
-
-def set_view_dispatcher(dispatcher: Dispatcher) -> None:
-    """Say who runs operators with views among their arguments (`ops.structural`)."""
-    global _dispatcher  # noqa: PLW0603 - set once, at import
-    _dispatcher = dispatcher
-
 
 class ShardedView(HostValues):
     """A view of a sharded tensor.
@@ -227,7 +218,7 @@ class ShardedView(HostValues):
     ) -> Any:
         """Read or write by `func`, or view further."""
         del types
-        return _dispatcher(func, args, kwargs or {})
+        return ShardedTensor.dispatch_mixed(func, args, kwargs or {})
 
 
 def in_whole(func: Any, view: ShardedView, whole: Tensor) -> Tensor:
@@ -307,7 +298,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     wholes: dict[int, Tensor] = {}
     outs: dict[int, Tensor] = {}
     in_place, by_name = torch_tensors.written_arguments(func)
-    changed = list(iter_tensors([_argument(args, kwargs, key) for key in in_place], depth=0))
+    changed = list(iter_tensors([argument(args, kwargs, key) for key in in_place], depth=0))
     filled = list(iter_tensors([kwargs.get(key) for key in by_name], depth=0))
     written = [t for t in (*changed, *filled) if _is_sharded(t)]
     for target in written:
@@ -379,7 +370,7 @@ def _base(tensor: Any) -> ShardedTensor:
     return base
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str) -> Any:
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str) -> Any:
     if isinstance(key, str):
         return kwargs.get(key)
     return args[key] if key < len(args) else None
