@@ -755,7 +755,7 @@ class FSDPModule(_Base):
         state = state_of(self)
         runtime = state.runtime or state.make_runtime()
         if runtime is not None:
-            runtime.set_optimizer_event(event)
+            runtime.optimizer_event = event
 
     # --- graphs of XLA devices ---
 

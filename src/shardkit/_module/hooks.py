@@ -157,7 +157,8 @@ class ModuleState:
         runtime = Runtime(groups, self.settings, share)
         note_groups(groups)
         if self.runtime is not None:
-            runtime.take_over_event(self.runtime)
+            runtime.optimizer_event = self.runtime.optimizer_event
+            self.runtime.optimizer_event = None
             gone = [g.modules for g in self.runtime.groups if g not in groups]
             for module in _modules_in(itertools.chain.from_iterable(gone)):
                 left = get_state(module)

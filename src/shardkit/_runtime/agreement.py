@@ -211,9 +211,6 @@ def rank_of_copy(groups: Sequence[ParamGroup]) -> int | None:
     comes later is told of the other. Those that are cut otherwise are not found, nor are later
     stages of pipelines, which may look alike.
 
-    Args:
-        groups: Groups of one root.
-
     Cost: one or two requests to the store on one rank of a mesh that is a part of the world;
     nothing on others.
     """
@@ -234,10 +231,6 @@ def rank_of_copy(groups: Sequence[ParamGroup]) -> int | None:
 
 def hold_equal_values(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> bool:
     """Whether all ranks of a mesh took the same values when they sharded groups, as copies do.
-
-    Args:
-        groups: Groups on parts of the mesh.
-        mesh: Mesh around these parts.
 
     Cost: an all-reduce of 16 bytes on each axis of several ranks.
     """
@@ -597,7 +590,7 @@ class UsedParameters:
     def by_group(self) -> list[list[list[int]]]:
         """Wait; return per group and bucket which parameters fired on any rank."""
         self.finish()
-        flags = [on_mesh.fired_anywhere() for on_mesh in self._on_meshes]
+        flags = [iter(on_mesh.flags.tolist()) for on_mesh in self._on_meshes]
         result = []
         for group in self._groups:
             of_group = []
@@ -613,7 +606,8 @@ class UsedParameters:
     def finish_on_host(self) -> None:
         """Wait, if no device needs to be waited for."""
         for on_mesh in self._on_meshes:
-            on_mesh.finish_on_host()
+            if on_mesh.handle is not None and on_mesh.handle.is_of_host:
+                on_mesh.finish()
 
     def finish(self) -> None:
         """Wait, if it is under way."""
@@ -636,8 +630,8 @@ class _UsedOnMesh:
     def __init__(self, groups: Sequence[ParamGroup], mesh: ComparedMesh) -> None:
         self.mesh = mesh
         self._groups = groups
-        self._handle: CheckHandle | None = None
-        self._flags = torch.empty(0, dtype=torch.int64)
+        self.handle: CheckHandle | None = None
+        self.flags = torch.empty(0, dtype=torch.int64)
         self._written: dict[int, KnownValue | None] = {}
         self._compares_written = True
         self._is_checked = True
@@ -670,7 +664,7 @@ class _UsedOnMesh:
 
     def warn_of_updates(self) -> None:
         """Warn of the first bucket that some ranks have written to, and others have not."""
-        extremes = self._flags[: len(self._updated)].view(-1, 2).tolist()
+        extremes = self.flags[: len(self._updated)].view(-1, 2).tolist()
         for bucket, (most, least) in zip(
             self.mesh.buckets_of(self._groups) if extremes else (), extremes, strict=True
         ):
@@ -693,19 +687,21 @@ class _UsedOnMesh:
         written: Sequence[Written],
     ) -> None:
         """Send flags, and numbers of what this rank did by itself."""
-        number, done = self._number_of(written), self._take_done()
+        number = self._number_of(written)
+        steps, pickled = self._done = self._actions.take()
+        done = _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
         numbers = [*fired, number, -number, done, -done]
-        self._flags = torch.tensor(numbers, dtype=torch.int64)
+        self.flags = torch.tensor(numbers, dtype=torch.int64)
         self._is_checked = False
         if _events.observer is not None:
             _events.observer.begin(
                 "all_reduce",
                 _COMPARED,
-                nbytes=self._flags.nbytes,
+                nbytes=self.flags.nbytes,
                 across=("", math.prod(axis.size for axis in self.mesh.axes)),
             )
             _events.observer.begin("wait", _COMPARED)  # Over several axes the host waits between.
-        self._handle = streams.start_all_reduce_max(self._flags, self.mesh.axes, description)
+        self.handle = streams.start_all_reduce_max(self.flags, self.mesh.axes, description)
         if _events.observer is not None:
             _events.observer.end("wait")
 
@@ -738,17 +734,12 @@ class _UsedOnMesh:
         # All of them, also where any value may be right here: other ranks may not know.
         return _digest(repr([(entry.name, each.number) for entry, each, _ in taken]).encode())
 
-    def _take_done(self) -> int:
-        """Return a number of what else this rank did."""
-        steps, pickled = self._done = self._actions.take()
-        return _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
-
     def check_alike(self) -> None:
         """See `UsedParameters.check_alike`."""
         if self._is_checked:
             return
         self._is_checked = True
-        most_written, least_written, most_done, least_done = self._flags.tolist()[-4:]
+        most_written, least_written, most_done, least_done = self.flags.tolist()[-4:]
         if most_done != -least_done:
             text = self._first_of(first_difference, self._done[0])
             if text is not None:
@@ -782,18 +773,9 @@ class _UsedOnMesh:
         text: str | None = first_of_all(next(filter(None, found), None), self.mesh.axes)
         return text
 
-    def fired_anywhere(self) -> Iterator[int]:
-        """Return the flags of parameters, of all ranks."""
-        return iter(self._flags.tolist())
-
-    def finish_on_host(self) -> None:
-        """Wait, if no device needs to be waited for."""
-        if self._handle is not None and self._handle.is_of_host:
-            self.finish()
-
     def finish(self) -> None:
         """Wait, if it is under way."""
-        handle, self._handle = self._handle, None
+        handle, self.handle = self.handle, None
         if handle is not None:
             if _events.observer is not None:
                 _events.observer.begin("wait", _COMPARED)
@@ -804,5 +786,5 @@ class _UsedOnMesh:
 
     def reset(self) -> None:
         """Forget the step, after an exception."""
-        self._handle = None
+        self.handle = None
         self._is_checked = True

@@ -66,11 +66,7 @@ def check_gradients(
 ) -> None:
     """Raise, on every rank, if gradients of any rank are not finite.
 
-    Args:
-        groups: Groups of the gradients.
-        notes: Notes about this rank's gradients before they were averaged; may be empty.
-        axes: Every mesh axis in use.
-        rank: Number of this rank.
+    `notes` are about this rank's gradients before they were averaged; there may be none.
 
     Raises:
         NonFiniteGradientError: On every rank.
@@ -109,11 +105,7 @@ def _selected(is_finite: dict[_Key, Tensor]) -> list[_Key]:
 
 
 def _describe(found: Sequence[tuple[int, list[_Key], list[_Key]]]) -> str | None:
-    """Return the error's text.
-
-    Args:
-        found: Findings by rank: its number, what was not finite before the average, and after it.
-    """
+    """Return the error's text, of what was not finite on ranks before and after the average."""
     began = [(rank, local) for rank, local, _ in found if local]
     averaged = list(dict.fromkeys(key for _, _, keys in found for key in keys))
     if began:
@@ -147,13 +139,6 @@ def _show(key: _Key) -> str:
 
 class Backward:
     """Follows a backward, as `events` tell of it: gathers, collects gradients, reduces.
-
-    Args:
-        groups: All groups of the root, by number.
-        schedule: Schedule that decides what is gathered and freed.
-        gathers: Gathers that carry out its actions.
-        reductions: Reductions, which take gradients.
-        passes: Passes: what else is to be done where operators are traced.
 
     Attributes:
         is_running: Whether a backward has begun whose end was not reported yet.

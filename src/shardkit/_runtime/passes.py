@@ -42,26 +42,18 @@ def pack(tensor: Tensor) -> Any:
     if bucket is None:
         return tensor
     index = next(i for i, param in enumerate(bucket.store.unsharded) if param is base)
-    return _Saved(bucket, index, None if tensor is base else tensor._view_func)  # type: ignore[attr-defined]  # noqa: SLF001
+    view: Any = None if tensor is base else tensor._view_func  # type: ignore[attr-defined]  # noqa: SLF001
 
+    def restored() -> Tensor:
+        whole = bucket.store.unsharded[index].detach()
+        return whole if view is None else view(whole)
 
-class _Saved:
-    """Stands for an unsharded parameter or a view of it."""
-
-    __slots__ = ("_bucket", "_index", "_view")
-
-    def __init__(self, bucket: Bucket, index: int, view: Any) -> None:
-        self._bucket, self._index, self._view = bucket, index, view
-
-    def restore(self) -> Tensor:
-        whole = self._bucket.store.unsharded[self._index].detach()
-        result: Tensor = whole if self._view is None else self._view(whole)
-        return result
+    return restored
 
 
 def unpack(saved: Any) -> Tensor:
     """Return what `pack` saved."""
-    tensor: Tensor = saved.restore() if isinstance(saved, _Saved) else saved
+    tensor: Tensor = saved if isinstance(saved, Tensor) else saved()
     return tensor
 
 
@@ -238,11 +230,7 @@ class TracedPasses(Passes):
         return args, kwargs
 
     def leave(self, output: Any, in_use: Callable[[int], bool]) -> Any:
-        """Take outputs out of the region.
-
-        Args:
-            output: Output of the root's forward.
-            in_use: Function that says whether the user holds a group unsharded, by its index.
+        """Take outputs out of the region; `in_use` says whether the user holds a group unsharded.
 
         Raises:
             StateError: All tensors of the output are hidden in objects.
@@ -261,7 +249,7 @@ class TracedPasses(Passes):
             outside=True,
         )
         _refuse_hidden(output, "returned")
-        return map_tensors(self._watch, map_tensors(self._leave_output, output))
+        return map_tensors(self._leave_output, output)
 
     def abandon(self) -> None:
         """Close a forward, also one that ended in an exception."""
@@ -346,14 +334,13 @@ class TracedPasses(Passes):
         return map_tensors(enter, args), map_tensors(enter, kwargs)
 
     def _leave_output(self, tensor: Tensor) -> Tensor:
+        """Take an output out of the region, and note when backward comes to it."""
         if tensor.ndim > 0:
-            return self.region.leave_batch(tensor)
-        if tensor.is_floating_point():
-            return self.region.leave_mean(tensor)
-        return self.region.leave_shared(self.region.agree(tensor))
-
-    def _watch(self, output: Tensor) -> Tensor:
-        """Note when backward comes to the ranks' forward."""
+            output = self.region.leave_batch(tensor)
+        elif tensor.is_floating_point():
+            output = self.region.leave_mean(tensor)
+        else:
+            output = self.region.leave_shared(self.region.agree(tensor))
         if output.requires_grad:
             output.register_hook(self._note_backward)
         return output
@@ -372,15 +359,6 @@ class TracedPasses(Passes):
                 for bucket in group.buckets:
                     assert isinstance(bucket.store, TracedStore)
                     bucket.store.move(fn, outside=outside)
-
-
-def make_passes(
-    region: Region | None, groups: Sequence[ParamGroup], settings: RootSettings
-) -> Passes:
-    """Return what is done around the passes of a root, traced in a region or not."""
-    if region is None:
-        return Passes(groups[0].device)
-    return TracedPasses(region, groups, settings)
 
 
 def _refuse_hidden(tree: Any, verb: str) -> None:

@@ -25,7 +25,7 @@ from shardkit._runtime.agreement import (
 )
 from shardkit._runtime.backward import Backward
 from shardkit._runtime.events import ForwardRecord, InputGrads
-from shardkit._runtime.passes import make_passes
+from shardkit._runtime.passes import Passes, TracedPasses
 from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
 from shardkit._schedule import UnshardSchedule
 from shardkit._text import listed
@@ -33,7 +33,7 @@ from shardkit._tree import iter_tensors
 from shardkit.backends.base import InGraph
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
 
@@ -49,12 +49,7 @@ _MIB = 2**20
 
 
 class _Done:
-    """`Handle` and `ReduceHandle` of what was done where it was started.
-
-    Args:
-        outs: Results of the collective.
-        fence: Fence after the compute that made them.
-    """
+    """`Handle` and `ReduceHandle` of what was done where it was started, by compute at `fence`."""
 
     was_copied = False
 
@@ -156,27 +151,24 @@ class DummyStreams:
         return _Done(outs, InGraph() if region is not None else self._streams.fence())
 
 
-class MemoryReport:
-    """Prints what exists of the unsharded parameters when that changes."""
+def memory_report(
+    message: str, gathers: Gathers, reductions: Reductions
+) -> Callable[[str, Sequence[ParamGroup]], None]:
+    """Return a function that prints what exists of the unsharded parameters, when that changes."""
 
-    def __init__(self, message: str, gathers: Gathers, reductions: Reductions) -> None:
-        self._message = message
-        self._gathers = gathers
-        self._reductions = reductions
-
-    def __call__(self, what: str, groups: Sequence[ParamGroup]) -> None:
-        """Print one line on stderr, as a whole."""
-        gathers, reductions = self._gathers, self._reductions
+    def report(what: str, groups: Sequence[ParamGroup]) -> None:
         device = groups[0].device
         names = ", ".join(group.name for group in groups)
         line = (
-            f"[{self._message} rank {groups[0].mesh.rank}] {what} {names}: unsharded "
+            f"[{message} rank {groups[0].mesh.rank}] {what} {names}: unsharded "
             f"{gathers.nbytes / _MIB:.2f} MiB (peak {gathers.peak_nbytes / _MIB:.2f}), reductions "
             f"at most {reductions.peak_nbytes / _MIB:.2f}"
         )
         if device.type == "cuda":
             line += f", allocated {torch.cuda.memory_allocated(device) / _MIB:.2f}"
         sys.stderr.write(line + "\n")
+
+    return report
 
 
 def apply_debug(
@@ -193,7 +185,7 @@ def apply_debug(
     ):
         user.use_streams(DummyStreams(streams, groups, which) if is_dummy else streams)
     message = settings.memory_message
-    report = None if message is None else MemoryReport(message, gathers, reductions)
+    report = None if message is None else memory_report(message, gathers, reductions)
     gathers.report = reductions.report = report
 
 
@@ -219,6 +211,7 @@ class Runtime:
         used: Record of the parameters that any rank used.
         pass_root: Module whose forward is under way as a root; None: there is none.
         is_on_part: Whether other ranks of the world are in none of its meshes.
+        optimizer_event: Event after the optimizer's step, for which the next pass waits.
     """
 
     def __init__(
@@ -230,7 +223,8 @@ class Runtime:
         for index, group in enumerate(self.groups):
             group.index = index
         # A process that holds all ranks has nobody to compare with.
-        self.axes = axes = [] if backend.is_spmd else _distinct_axes(self.groups)
+        every_axis = dict.fromkeys(axis for group in self.groups for axis in group.axes)
+        self.axes = axes = [] if backend.is_spmd else [*every_axis]
         self.is_on_part = not backend.is_spmd and is_on_part(self.groups)
         meshes = [] if backend.is_spmd else compared_meshes(self.groups)
         check_same_model(self.groups, meshes)
@@ -256,7 +250,12 @@ class Runtime:
             before_start=self.gathers.gather_put_off,
         )
         self.gathers.make_room = self.reductions.make_room
-        self.passes = make_passes(self.streams.region, self.groups, settings)
+        region = self.streams.region
+        self.passes = (
+            Passes(groups[0].device)
+            if region is None
+            else TracedPasses(region, self.groups, settings)
+        )
         self.backward = Backward(
             self.groups, self.schedule, self.gathers, self.reductions, self.passes
         )
@@ -264,7 +263,7 @@ class Runtime:
             group.listener = self.backward
         self.pass_root: object = None
         self._interrupted = False
-        self._optimizer_event: Event | None = None
+        self.optimizer_event: Event | None = None
         self._memory_axes: list[AxisComm] = []
         self._noted_versions: list[tuple[int, ...]] = [() for _ in self.groups]
         self._warned: set[int] = set()
@@ -357,14 +356,6 @@ class Runtime:
                 raise StateError(msg)
         return [group.index for group in known]
 
-    def set_optimizer_event(self, event: Event | None) -> None:
-        """Let the next pass wait for an event after the optimizer's step."""
-        self._optimizer_event = event
-
-    def take_over_event(self, before: Runtime) -> None:
-        """Wait for what the runtime before was to wait for."""
-        self._optimizer_event, before._optimizer_event = before._optimizer_event, None
-
     # --- forward ---
 
     @torch_tensors.unseen_by_transforms
@@ -380,8 +371,8 @@ class Runtime:
         has_changed = self._take_up_changes()
         nbytes, is_idle = self._sizes()  # They may have been converted.
         self.schedule.set_sizes(nbytes, is_idle=is_idle)
-        if self._optimizer_event is not None:
-            event, self._optimizer_event = self._optimizer_event, None
+        if self.optimizer_event is not None:
+            event, self.optimizer_event = self.optimizer_event, None
             self.streams.after_optimizer(event)  # order: gathers wait for the optimizer's event
         # order: a forward waits for writes to shards
         self.gathers.follow_writes(self._noted_versions)
@@ -647,7 +638,7 @@ class Runtime:
 
         What comes later can be captured then, and what was captured stands for itself.
         """
-        event, self._optimizer_event = self._optimizer_event, None
+        event, self.optimizer_event = self.optimizer_event, None
         self.streams.wait_fence(event)  # order: a capture comes after the optimizer's event
         self.used.finish_on_host()
         for group in self.groups:
@@ -677,7 +668,3 @@ class Runtime:
         self.gathers.forget_put_off()
         self.used.reset()
         self.gathers.settle_host_reads()  # order: after an error the host waits for copies
-
-
-def _distinct_axes(groups: Sequence[ParamGroup]) -> list[AxisComm]:
-    return [*dict.fromkeys(axis for group in groups for axis in group.axes)]

@@ -67,10 +67,6 @@ def named_range(what: str, *groups: ParamGroup) -> AbstractContextManager[Any]:
 def keep_writes(group: ParamGroup, streams: CommStreams) -> None:
     """Take what was written to unsharded parameters of a group over into the shards.
 
-    Args:
-        group: Group that has memory.
-        streams: Streams that compare what ranks wrote.
-
     Raises:
         RankMismatchError: On all ranks that wrote, if they wrote different values.
         StateError: What was written cannot be kept.
@@ -78,10 +74,9 @@ def keep_writes(group: ParamGroup, streams: CommStreams) -> None:
     Cost: one all-reduce of 16 bytes per axis; details travel only if ranks differ.
     """
     places = group.note_writes()
-    for store, index in places:
-        _check_can_keep(group, store, index)
     by_mesh: dict[tuple[AxisComm, ...], list[tuple[Store, int]]] = {}
     for store, index in places:
+        _check_can_keep(group, store, index)
         by_mesh.setdefault(store.plan.axes, []).append((store, index))
     for axes, on_mesh in by_mesh.items():
         several = [axis for axis in axes if axis.size > 1]
@@ -217,12 +212,6 @@ def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
 
 class Gathers:
     """Carries out the schedule's actions: gather, prefetch, wait, free.
-
-    Args:
-        groups: All groups of the root, by number.
-        schedule: Schedule of the actions.
-        streams: Streams of the gathers.
-        slots: Pool of the memory.
 
     Attributes:
         nbytes: Size of the unsharded memory that exists now in bytes.
@@ -471,10 +460,6 @@ class Reductions:
     """Starts reductions in the order of `ReduceOrder`, and waits for them in the order of starting.
 
     Args:
-        groups: All groups, by number.
-        streams: Streams of the reductions.
-        slots: Memory of send and receive buffers.
-        used: Record of the parameters that any rank used.
         batch_nbytes: Limit in bytes: neighbours that are smaller than this together are sent
             together.
         before_start: Function called before reductions are started.
