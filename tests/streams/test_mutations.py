@@ -41,7 +41,7 @@ NEEDLESS = {
         "def ": "a definition",
         "return self._device.record(self._device.current_stream())": "fences are taken away",
         "issued.wait([work])": "a wait of the host, that is no order of streams",
-        "self._kept: list[Tensor] = []": "a definition",
+        "_kept: ": "a definition",
         "self._kept.clear()": "gives back; what holds is taken away in `keep`",
         "event = self._device.record(self._gather)": "an event; its waits are taken away",
         "start = self.fence()": "an event; its waits are taken away",

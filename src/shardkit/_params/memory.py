@@ -90,7 +90,7 @@ class Buffer:
     Args:
         nbytes: Size of the memory in bytes while there is any.
         device: Device of the memory.
-        kind: Word for what it is: ``unsharded``, ``send``, ``receive``.
+        kind: Word for what it is, for events: ``unsharded``, ``send``, ``receive``.
         of: Cut of its first parameter, which has the name.
 
     Attributes:

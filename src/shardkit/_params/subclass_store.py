@@ -126,13 +126,8 @@ class SubclassStore(FlatStore):
         shape = tuple(entries[0].param.shape)
         world_size = plan.axis.size
         rows = -(-shape[0] // world_size)
-        return FlatLayout(
-            shapes=(shape,),
-            numels=(math.prod(shape),),
-            offsets=(0,),
-            shard_numel=rows * math.prod(shape[1:]),
-            world_size=world_size,
-        )
+        shard_numel = rows * math.prod(shape[1:])
+        return FlatLayout.of_one(shape, (0, math.prod(shape), shard_numel, world_size))
 
     def _part_of(self, index: int, param: Tensor) -> Tensor:
         del index

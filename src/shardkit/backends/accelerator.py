@@ -59,27 +59,18 @@ _CAPABLE_ENGINES = ("nccl", "xccl", "fake")
 """Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class PeerHandle:
     """An exchange on a side stream.
 
-    Args:
-        device: Device of the stream.
-        event: Event after the exchange.
-        kept: Memory of the compute stream that the exchange uses.
-        back: (target on the host, source): copied when somebody waits.
+    It keeps memory of the compute stream that it uses, and copies (target on the host, source) back
+    when somebody waits.
     """
 
-    def __init__(
-        self,
-        device: AcceleratorDevice,
-        event: Event,
-        kept: tuple[Tensor, ...],
-        back: tuple[Tensor, Tensor] | None,
-    ) -> None:
-        self._device = device
-        self._event = event
-        self._kept = kept
-        self._back = back
+    _device: AcceleratorDevice
+    _event: Event
+    _kept: tuple[Tensor, ...]
+    _back: tuple[Tensor, Tensor] | None
 
     def wait(self) -> None:
         """Let the compute stream wait; the host goes on, unless it is the host's memory."""
@@ -300,12 +291,12 @@ def _as_real(tensor: Tensor) -> Tensor:
 # side stream; so no buffer is ever reused early, and peaks are the same in every step.
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class EventHandle:
     """A point on a side stream."""
 
-    def __init__(self, device: AcceleratorDevice, event: Event) -> None:
-        self._device = device
-        self._event = event
+    _device: AcceleratorDevice
+    _event: Event
 
     def wait(self) -> None:
         """Let the compute stream wait; the host goes on."""
@@ -384,18 +375,16 @@ class _Prepared:
     out: Tensor
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class DeviceCheckHandle:
     """Numbers on their way from the device, through pinned memory, to a host tensor."""
 
-    is_of_host = False
+    _device: AcceleratorDevice
+    _target: Tensor
+    _pinned: Tensor
+    _event: Event
 
-    def __init__(
-        self, device: AcceleratorDevice, target: Tensor, pinned: Tensor, event: Event
-    ) -> None:
-        self._device = device
-        self._target = target
-        self._pinned = pinned
-        self._event = event
+    is_of_host = False
 
     def wait(self) -> None:
         """Block the host until the numbers are there."""
@@ -583,8 +572,8 @@ class AcceleratorStreams(WatchedStreams):
         stream = self._reduce
         shard_axis = reduction.shard_axis
         assert isinstance(shard_axis, AcceleratorAxis)
-        group, nbytes = shard_axis.reduce_group, reduction.send.nbytes
-        handle.note(shard_axis.issue("reduce-scatter", of, nbytes, group))
+        nbytes = reduction.send.nbytes
+        handle.note(shard_axis.issue("reduce-scatter", of, nbytes, shard_axis.reduce_group))
         with self._device.on(stream):
             total = sums.reduce_scatter(prepared.into)
             if sums.replicate_axis is None:

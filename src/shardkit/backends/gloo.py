@@ -149,8 +149,7 @@ class Exchange:
             self._work = WorkHandle([self._custom.work], issued)
         else:
             self._received = reduction.room()
-            sent = _sent_rows(reduction.send, axis)
-            self._work = _start_all_to_all(self._received, sent, axis, of)
+            self._work = _start_all_to_all(self._received, reduction.send, axis, of)
 
     def add(self) -> None:
         """Block until all pieces have come, and add them; free when done."""
@@ -215,23 +214,15 @@ def is_small(nbytes: int, axis: AxisComm) -> bool:
     return axis.size > 1 and nbytes <= _MAX_STAGED_NBYTES
 
 
-def _sent_rows(send: Tensor, axis: AxisComm) -> Tensor:
-    """Return the ranges of `send` that travel, one row for each rank that gets one."""
-    rows = send.view(axis.size, -1)
-    if sends_own(axis):
-        return rows
-    return rows[1:] if axis.rank == 0 else rows[:-1]
-
-
-def _start_all_to_all(receive: Tensor, rows: Tensor, axis: GlooAxis, of: str) -> WorkHandle:
-    """Send each rank its row; a rank's own range stays where it is if it can."""
+def _start_all_to_all(receive: Tensor, send: Tensor, axis: GlooAxis, of: str) -> WorkHandle:
+    """Send each rank its range of `send`; a rank's own stays where it is if it can."""
     assert axis.reduce_group is not None
-    numel = rows.shape[1]
-    nbytes = axis.size * numel * rows.itemsize  # The same on ranks that leave their own out.
-    issued = axis.issue("reduce-scatter", of, nbytes, axis.reduce_group)
-    splits = [numel] * axis.size
+    rows = send.view(axis.size, -1)
+    issued = axis.issue("reduce-scatter", of, send.nbytes, axis.reduce_group)
+    splits = [rows.shape[1]] * axis.size
     if not sends_own(axis):
         splits[axis.rank] = 0
+        rows = rows[1:] if axis.rank == 0 else rows[:-1]
     work = dist.all_to_all_single(
         receive.view(-1), rows.view(-1), splits, splits, group=axis.reduce_group, async_op=True
     )
@@ -363,11 +354,7 @@ class StagedGather:
 
 
 class HostStreams(WatchedStreams):
-    """gloo has no streams: order comes from waiting.
-
-    Args:
-        device: Device of buffers.
-    """
+    """gloo has no streams: order comes from waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
