@@ -109,9 +109,6 @@ def settled(param: Any) -> Any:
 class Bucket:
     """Parameters, who holds them, and their store. Nothing is changed before `swap_in`.
 
-    Args:
-        store: Store made for these parameters.
-
     Attributes:
         store: Store of the bucket.
         plan: Dtypes and devices.

@@ -95,6 +95,11 @@ class BucketPlan:
         return math.prod(axis.size for axis in self.axes)
 
     @property
+    def is_differentiable(self) -> bool:
+        """Whether the unsharded parameters can have gradients."""
+        return self.param_dtype.is_floating_point or self.param_dtype.is_complex
+
+    @property
     def aliases_shard(self) -> bool:
         """Whether an unsharded buffer may be the shard: nothing to gather, nothing to cast."""
         is_same_dtype = self.param_dtype == self.orig_dtype

@@ -223,13 +223,11 @@ def _planned(plan: BucketPlan, entries: list[ParamEntry]) -> PlannedBucket:
     layout = kind.plan_layout(plan, entries)
     aliases = issubclass(kind, FlatStore) and kind.may_alias_shard and plan.aliases_shard
     unsharded = 0 if aliases else layout.padded_numel * plan.param_dtype.itemsize
-    dtype = plan.param_dtype
     return PlannedBucket(
         plan=plan,
         layout=layout,
         nbytes=sum(layout.numels) * plan.orig_dtype.itemsize,
         shard_nbytes=kind.shard_nbytes_of(plan, layout),  # type: ignore[arg-type]
         unsharded_nbytes=unsharded,
-        is_trainable=entries[0].param.requires_grad
-        and (dtype.is_floating_point or dtype.is_complex),
+        is_trainable=entries[0].param.requires_grad and plan.is_differentiable,
     )

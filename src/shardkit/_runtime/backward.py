@@ -454,11 +454,8 @@ def _no_graph_of(name: str) -> StateError:
 def _pair(tensor: Any) -> tuple[Any, Any]:
     """Return a tensor, and the unsharded parameter that was used in its place, if it has one."""
     if isinstance(tensor, ShardedTensor):
-        entry = None if tensor.spec.entry is None else tensor.spec.entry()
-        unsharded = None if tensor.spec.unsharded is None else tensor.spec.unsharded()
-        if entry is None or entry.param is not tensor or unsharded is None:
-            return tensor, None
-        return tensor, unsharded if unsharded.requires_grad else None
+        unsharded = tensor.unsharded
+        return tensor, unsharded if unsharded is not None and unsharded.requires_grad else None
     sharded = settled(tensor)
     return sharded, None if sharded is tensor else tensor
 

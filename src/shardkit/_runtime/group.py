@@ -138,14 +138,10 @@ class ParamGroup:
         self.axes = tuple(dict.fromkeys(axis for b in buckets for axis in b.plan.axes))
         self.replicates = any(bucket.plan.replicate_axis is not None for bucket in buckets)
         self.gathered = [b.store for b in buckets if not b.store.aliases_shard]
-        dtypes = [bucket.plan.param_dtype for bucket in buckets]
-        trainable = [
-            bucket
-            for bucket, dtype in zip(buckets, dtypes, strict=True)
-            if dtype.is_floating_point or dtype.is_complex
-        ]
         self.gradients = GroupGradients(
-            trainable, comm=self.settings.comm, weight=self.mesh.backend.gradient_weight
+            [bucket for bucket in buckets if bucket.plan.is_differentiable],
+            comm=self.settings.comm,
+            weight=self.mesh.backend.gradient_weight,
         )
         places = [(b.store, i) for b in buckets for i in range(len(b.entries))]
         watched = [(place, each) for place in places for each in place[0].written_to(place[1])]
@@ -484,8 +480,7 @@ class ParamGroup:
     def _written(self, first: dict[int, int]) -> list[Written]:
         """Return what was written since ranks compared, and what that is to be compared by.
 
-        Args:
-            first: Numbers of the values that parameters had before a part was written.
+        `first` has numbers of the values that parameters had before a part was written.
         """
         result = []
         for bucket in self.buckets:

@@ -111,9 +111,7 @@ class ReplicatedTensor(Tensor):
         """Return the whole."""
         return self.as_subclass(Tensor)
 
-    def full_tensor(self) -> Tensor:
-        """Return the whole."""
-        return self.as_subclass(Tensor)
+    full_tensor = to_local
 
 
 def is_replica(placements: Any) -> bool:
@@ -247,15 +245,20 @@ class ShardedTensor(ClientAnswers):
         A parameter's gets this rank's whole gradient in each backward, before ranks reduce it.
         """
         handle: Any = super().register_hook(hook)  # type: ignore[no-untyped-call]
-        spec = self.spec
-        entry: Any = None if spec.entry is None else spec.entry()
-        unsharded = None if spec.unsharded is None else spec.unsharded()
-        if entry is not None and entry.param is self and unsharded is not None:
-            torch_autograd.share_hooks(
-                self, torch_autograd.tensor_hooks(self)
-            )  # `swap_tensors` cuts them off.
+        unsharded = self.unsharded
+        if unsharded is not None:
+            # `swap_tensors` cuts them off.
+            torch_autograd.share_hooks(self, torch_autograd.tensor_hooks(self))
             relay_hooks(self, unsharded)
         return handle
+
+    @property
+    def unsharded(self) -> nn.Parameter | None:
+        """What modules hold in the place of this parameter in use; None: it is none of a group."""
+        entry, unsharded = self.spec.entry, self.spec.unsharded
+        of: Any = None if entry is None else entry()
+        is_own = of is not None and of.param is self
+        return unsharded() if is_own and unsharded is not None else None
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the name, the global shape and this rank's range; no communication."""
@@ -502,9 +505,8 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        whole = grad.full_tensor() if isinstance(grad, HostValues) else grad
         del ctx
-        return whole, None, None
+        return grad.full_tensor() if isinstance(grad, HostValues) else grad, None, None
 
 
 class _GradientCut(OwnHook):
