@@ -74,8 +74,10 @@ def boxes_of_range(
     boxes: list[Box] = []
     position = start
     while position < stop:
-        dim = _widest_dim(strides, position, stop)
-        index = _unravel(position, shape, strides)
+        # The widest dimension along which a box can begin here and end by `stop`.
+        fits = (position % stride == 0 and position + stride <= stop for stride in strides)
+        dim = next((dim for dim, is_fit in enumerate(fits) if is_fit), len(shape))
+        index = [position // stride % size for size, stride in zip(shape, strides, strict=True)]
         sizes = [1] * len(shape)
         numel = 1
         if dim < len(shape):
@@ -89,18 +91,6 @@ def boxes_of_range(
         boxes.append(Box(tuple(index), tuple(sizes), position - start))
         position += numel
     return boxes
-
-
-def _widest_dim(strides: Sequence[int], position: int, stop: int) -> int:
-    """Return the first dimension along which a box can begin at `position` and end by `stop`."""
-    for dim, stride in enumerate(strides):
-        if position % stride == 0 and position + stride <= stop:
-            return dim
-    return len(strides)
-
-
-def _unravel(position: int, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    return [position // stride % size for size, stride in zip(shape, strides, strict=True)]
 
 
 # --- flat layouts ---------------------------------------------------------------------------------

@@ -53,9 +53,6 @@ class SubclassLayout:
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.cls: Any = type(param)
-        self._attribute, self._context = self._inner_of(name, param)
-
-    def _inner_of(self, name: str, param: Tensor) -> tuple[str, Any]:
         if not hasattr(param, "__tensor_flatten__"):
             msg = (
                 f"parameter {name!r} is a {self.cls.__name__}, which has fsdp_pre_all_gather but "
@@ -63,7 +60,7 @@ class SubclassLayout:
                 f"and __tensor_unflatten__ to the subclass."
             )
             raise WrapError(msg)
-        attributes, context = param.__tensor_flatten__()
+        attributes, self._context = param.__tensor_flatten__()
         inner = [getattr(param, attribute) for attribute in attributes]
         if len(inner) != 1 or inner[0].shape != param.shape or inner[0].dtype != param.dtype:
             found = [f"{t.dtype} {tuple(t.shape)}" for t in inner]
@@ -77,7 +74,7 @@ class SubclassLayout:
         if param.ndim == 0:
             msg = f"parameter {name!r} of {self.cls.__name__} has no rows to shard; give it a dim."
             raise WrapError(msg)
-        return attributes[0], context
+        (self._attribute,) = attributes
 
     def plain(self, tensor: Tensor) -> Tensor:
         """Return the tensor behind one of the subclass; others as they are."""

@@ -211,8 +211,12 @@ def _start(device_type: str) -> None:
         MeshError: Gloo's ranks do not reach each other.
     """
     global _started_for_host  # noqa: PLW0603 - the default process group is of the process, too
+    engines = None  # As torch chooses.
+    if device_type != "cpu" and device_type in _ENGINES:
+        # With one for the host, so that small numbers need not pass the device.
+        engines = f"cpu:gloo,{device_type}:{_ENGINES[device_type]}"
     try:
-        dist.init_process_group(_engines_for(device_type), timeout=collective_timeout())
+        dist.init_process_group(engines, timeout=collective_timeout())
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
             raise
@@ -228,21 +232,6 @@ def _start(device_type: str) -> None:
 def engine_of(device_type: str | None) -> str:
     """Return the engine of a device type; gloo for None, and where torch knows none."""
     return _ENGINES.get(device_type or "cpu", "gloo")
-
-
-def _engines_for(device_type: str) -> str | None:
-    """Return the engines of the default process group; None: torch's choice.
-
-    An accelerator gets one for the host as well, so that small numbers need not pass the device.
-    """
-    if device_type == "cpu" or device_type not in _ENGINES:
-        return None
-    return f"cpu:gloo,{device_type}:{_ENGINES[device_type]}"
-
-
-def _script() -> str:
-    name = Path(sys.argv[0]).name if sys.argv else ""
-    return name if name.endswith(".py") else "train.py"
 
 
 def current_world_size() -> int | None:
@@ -279,5 +268,6 @@ def world_size_or_raise() -> int:
             msg = f"WORLD_SIZE must be a number of ranks, got {found!r}. torchrun sets it."
             raise MeshError(msg)
         return int(found)
-    msg = _NO_PROCESS_GROUP.format(script=_script())
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    msg = _NO_PROCESS_GROUP.format(script=name if name.endswith(".py") else "train.py")
     raise MeshError(msg)

@@ -37,12 +37,9 @@ def refuse(func: Any, tensor: ShardedTensor, why: str) -> ShardedTensorError:
 def first_sharded(args: Any) -> ShardedTensor:
     """Return the first sharded tensor among arguments and lists of them."""
     for arg in args:
-        if type(arg) is ShardedTensor:
-            return arg
-        if isinstance(arg, (list, tuple)):
-            for item in arg:
-                if type(item) is ShardedTensor:
-                    return item
+        for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if type(item) is ShardedTensor:
+                return item
     msg = "no ShardedTensor among the arguments"
     raise AssertionError(msg)
 
@@ -104,22 +101,17 @@ def cut_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 tensor.cut_gradient()
 
 
-def wants_gradients(*trees: Any) -> bool:
-    """Whether autograd records an operator on these arguments."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(tensor.requires_grad for tensor in iter_tensors(trees, depth=0))
-
-
 def runs_on_wholes(*trees: Any) -> bool:
     """Whether plain tensors among the arguments may be other ones on each rank.
 
     So is data that a loss is computed from, and are gradients of it. Then the operator runs on
     wholes, on each rank with its own data; the gradient of the sharded tensor is averaged.
     """
-    return (
-        torch_autograd.in_backward() or wants_gradients(*trees) or torch_autograd.in_user_function()
-    )
+    if torch_autograd.in_backward() or torch_autograd.in_user_function():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor.requires_grad for tensor in iter_tensors(trees, depth=0))
 
 
 def check_in_place(func: Any, target: Tensor, *others: Any) -> None:
