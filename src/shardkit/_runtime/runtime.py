@@ -30,7 +30,7 @@ from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep
 from shardkit._schedule import UnshardSchedule
 from shardkit._text import listed
 from shardkit._tree import iter_tensors
-from shardkit.backends.base import InGraph
+from shardkit.backends.base import Done, InGraph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -46,23 +46,6 @@ if TYPE_CHECKING:
 # --- debugging: dummy collectives, lines about memory ---------------------------------------------
 
 _MIB = 2**20
-
-
-class _Done:
-    """`Handle` and `ReduceHandle` of what was done where it was started, by compute at `fence`."""
-
-    was_copied = False
-
-    def __init__(self, outs: Sequence[Tensor], fence: Event | None) -> None:
-        self._outs = list(outs)
-        self.fence = fence
-
-    def wait(self) -> list[Tensor]:
-        """Return the results."""
-        return self._outs
-
-    def wait_sent(self) -> None:
-        """Nothing is on a wire."""
 
 
 class DummyStreams:
@@ -107,7 +90,7 @@ class DummyStreams:
     @torch.no_grad()
     def start_gather(
         self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Event | None], of: str
-    ) -> _Done:
+    ) -> Done:
         """Fill every rank's range with this rank's."""
         del of
         self._note_use()
@@ -116,12 +99,12 @@ class DummyStreams:
         if self._streams.region is not None:
             for gather in gathers:
                 gather.wholes = self._traced(self._streams.region, gather, axis.size)
-            return _Done([], InGraph())
+            return Done([], InGraph())
         for gather in gathers:
             for chunk in gather.full.view(axis.size, -1):
                 if chunk.data_ptr() != gather.shard.data_ptr():
                     chunk.copy_(gather.shard)
-        return _Done([], self._streams.fence())
+        return Done([], self._streams.fence())
 
     def _traced(self, region: Any, gather: Any, size: int) -> list[Tensor]:
         parts = [region.enter_piece(piece) for piece in gather.pieces]
@@ -131,7 +114,7 @@ class DummyStreams:
 
     @torch_tensors.without_dispatch_modes
     @torch.no_grad()
-    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> _Done:
+    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> Done:
         """Take this rank's gradients for those of all; sums are of as many of them as ranks."""
         del of
         self._note_use()
@@ -148,7 +131,7 @@ class DummyStreams:
             if reduction.hook is not None:
                 reduction.hook(out)
             outs.append(out.cpu() if reduction.is_to_host else out)
-        return _Done(outs, InGraph() if region is not None else self._streams.fence())
+        return Done(outs, InGraph() if region is not None else self._streams.fence())
 
 
 def memory_report(

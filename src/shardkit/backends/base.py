@@ -227,6 +227,22 @@ class ReduceHandle(Protocol):
         """
 
 
+@dataclass(slots=True, eq=False)
+class Done:
+    """`Handle` and `ReduceHandle` of what was done where it was started, or is part of a graph."""
+
+    outs: Sequence[Tensor] = ()
+    fence: Event | None = None
+    was_copied: bool = False
+
+    def wait(self) -> list[Tensor]:
+        """Return the results."""
+        return list(self.outs)
+
+    def wait_sent(self) -> None:
+        """Nothing is on a wire."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gather:
     """One bucket to gather.

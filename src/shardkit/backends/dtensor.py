@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from shardkit._compat import torch_autograd, torch_groups
 from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._mesh import DeviceMesh
-from shardkit.backends.process_group import JoinedBackend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -280,9 +279,8 @@ class TensorParallel:
             ranks=_joint_ranks(mesh, self.mesh, self.torch_mesh),
             mesh_dim_names=names,
             rank=mesh.rank,
-            backend=JoinedBackend(
-                [m.backend.axis(axis) for m in (mesh, self.mesh) for axis in range(m.ndim)],
-                mesh.backend,
+            backend=mesh.backend.with_axes(
+                [m.backend.axis(axis) for m in (mesh, self.mesh) for axis in range(m.ndim)]
             ),
         )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit._compat import torch_groups
 from shardkit._mesh import DeviceMesh
-from shardkit.backends.base import Backend, CommStreams, MeshBackend
+from shardkit.backends.base import Backend, CommStreams
 from shardkit.backends.groups import OfWorld, exchange, group_of, sub_group
 from shardkit.backends.watch.watchdog import channel_of, current_watchdog
 
@@ -237,32 +237,6 @@ class ProcessGroupBackend(Backend):
         made = type(self)(self._mesh, ())
         made._comms = dict(enumerate(axes))  # noqa: SLF001 - own class
         return made
-
-
-class JoinedBackend(MeshBackend):
-    """`MeshBackend` of a mesh whose axes are those of other meshes; `of` has one of these."""
-
-    def __init__(self, axes: Sequence[Any], of: MeshBackend) -> None:
-        self._axes = list(axes)
-        self._of = of
-        self.device = of.device
-
-    def process_group(self, axis: int) -> Any:
-        """Return torch's process group of one axis."""
-        return self._axes[axis].group
-
-    def axis(self, axis: int) -> PeerAxis:
-        """Return the communicator of one axis."""
-        found: PeerAxis = self._axes[axis]
-        return found
-
-    def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
-        """Return the communicator of several axes as one. Collective."""
-        return self._of.joint_axis(ranks)
-
-    def for_axes(self, axes: Sequence[int]) -> JoinedBackend:
-        """Return the backend of the submesh made of `axes`."""
-        return JoinedBackend([self._axes[axis] for axis in axes], self._of)
 
 
 def from_torch_mesh(

@@ -20,7 +20,6 @@ from shardkit._layout import Box, FlatLayout, boxes_of_range
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends.base import AllToAll
-from shardkit.backends.process_group import JoinedBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -524,7 +523,7 @@ def _make_owner_group(
     ]
     mesh: DeviceMesh = spec.mesh
     if mesh.ndim > 1:
-        backend = JoinedBackend([axis], mesh.backend)
+        backend = mesh.backend.with_axes([axis])
         mesh = DeviceMesh(
             mesh.device_type, (axis.size,), tuple(axis.members), None, mesh.rank, backend
         )

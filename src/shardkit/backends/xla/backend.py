@@ -9,7 +9,7 @@ import torch
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import MeshError
-from shardkit.backends.base import Backend, CommStreams, InGraph
+from shardkit.backends.base import Backend, CommStreams, Done, InGraph
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,23 +22,6 @@ if TYPE_CHECKING:
 
 
 # --- collectives ----------------------------------------------------------------------------------
-
-
-class Traced:
-    """`Handle` and `ReduceHandle` of what is part of the graph by now."""
-
-    fence: Event | None = InGraph()
-    was_copied = False
-
-    def __init__(self, outs: Sequence[Tensor] = ()) -> None:
-        self._outs = list(outs)
-
-    def wait(self) -> list[Tensor]:
-        """Return the results."""
-        return self._outs
-
-    def wait_sent(self) -> None:
-        """Nothing is on a wire."""
 
 
 class XlaStreams(CommStreams):
@@ -57,7 +40,7 @@ class XlaStreams(CommStreams):
         axis: AxisComm,
         after: Sequence[Event | None],
         of: str,
-    ) -> Traced:
+    ) -> Done:
         """Trace gathers, each after the progress of now in the graph, and one all-gather each."""
         for gather in gathers:
             parts = [self.region.enter_piece(piece) for piece in gather.pieces]
@@ -65,11 +48,11 @@ class XlaStreams(CommStreams):
                 parts = self.region.after_progress(parts)
             parts = [part.to(gather.dtype) for part in parts]
             gather.wholes = self.region.all_gather(parts, gather.tail_numel, gather.bucket_id)
-        return Traced()
+        return Done(fence=InGraph())
 
     @torch_tensors.without_dispatch_modes
     @torch.no_grad()
-    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> Traced:
+    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> Done:
         """Trace reductions: one reduce-scatter each, one all-reduce with a replicate axis."""
         outs = []
         for reduction in reductions:
@@ -86,7 +69,7 @@ class XlaStreams(CommStreams):
             if reduction.hook is not None:
                 reduction.hook(out)
             outs.append(out.to(reduction.out_dtype))
-        return Traced(outs)
+        return Done(outs, InGraph())
 
 
 # --- the backend ----------------------------------------------------------------------------------
