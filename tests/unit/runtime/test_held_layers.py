@@ -18,6 +18,9 @@ from shardkit._compat import torch_tensors
 from shardkit._module.hooks import get_state
 from shardkit._runtime.backward import Backward
 
+if typing.TYPE_CHECKING:
+    from shardkit._runtime.group import ParamGroup
+
 Copies = list[int]
 
 
