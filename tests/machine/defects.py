@@ -142,13 +142,14 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(sharded._Relay, "__call__", of="a hook that was removed is called again")
+@exchange(sharded, "_relay", of="a hook that was removed is called again")
 def _(old: typing.Any) -> typing.Any:
     del old
+    known_of: dict[int, dict[int, typing.Any]] = {}
 
-    def new(self: typing.Any, grad: torch.Tensor) -> torch.Tensor:
-        known = self.__dict__.setdefault("known", {})
-        known.update(self._hooks() or {})
+    def new(hooks_ref: typing.Any, grad: torch.Tensor) -> torch.Tensor:
+        known = known_of.setdefault(id(hooks_ref), {})
+        known.update(hooks_ref() or {})
         for hook in known.values():
             if not isinstance(hook, sharded.OwnHook):
                 result = hook(grad)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,6 +138,7 @@ def _show(key: _Key) -> str:
 # --- a backward of a root -------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Backward:
     """Follows a backward, as `events` tell of it: gathers, collects gradients, reduces.
 
@@ -145,24 +147,19 @@ class Backward:
         finite_notes: Notes of which gradients of this rank were finite, if they are wanted.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ParamGroup],
-        schedule: UnshardSchedule,
-        gathers: Gathers,
-        reductions: Reductions,
-        passes: Passes,
-    ) -> None:
-        self.is_running = False
-        self.finite_notes = FiniteNotes()
-        self._groups = groups
-        self._schedule = schedule
-        self._gathers = gathers
-        self._reductions = reductions
-        self._passes = passes
-        self._any_fired = False
-        self._makes_graph = False
-        self._inside: dict[int, list[ForwardRecord]] = {group.index: [] for group in groups}
+    _groups: Sequence[ParamGroup]
+    _schedule: UnshardSchedule
+    _gathers: Gathers
+    _reductions: Reductions
+    _passes: Passes
+    is_running: bool = False
+    finite_notes: FiniteNotes = field(default_factory=FiniteNotes)
+    _any_fired: bool = False
+    _makes_graph: bool = False
+
+    def __post_init__(self) -> None:
+        """Know of no forward that backward is inside of."""
+        self._inside: dict[int, list[ForwardRecord]] = {group.index: [] for group in self._groups}
 
     def begin_backward(self) -> None:
         """The first event of a backward: fix the order, ask for the end to be told."""

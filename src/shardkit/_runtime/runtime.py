@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,23 +49,19 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
+@dataclass(eq=False)
 class DummyStreams:
     """Streams that move nothing between ranks: a rank takes what it has for what all have.
 
     Buffers, casts and results are as they would be, so a step differs by the collectives only.
-    All of it runs on the compute stream.
-
-    Args:
-        streams: Streams that do everything else.
-        groups: Groups whose values are worthless from the first dummy on.
-        which: Name of the collectives, for the warning.
+    All of it runs on the compute stream. Values of the groups are worthless from the first dummy
+    on. `_which` names the collectives in the warning.
     """
 
-    def __init__(self, streams: CommStreams, groups: Sequence[ParamGroup], which: str) -> None:
-        self._streams = streams
-        self._groups = groups
-        self._which = which
-        self._has_warned = False
+    _streams: CommStreams
+    _groups: Sequence[ParamGroup]
+    _which: str
+    _has_warned: bool = False
 
     def __getattr__(self, name: str) -> Any:
         """Leave the rest to the streams."""

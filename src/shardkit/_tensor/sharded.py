@@ -44,24 +44,13 @@ class OwnHook:
     """Base of hooks that shardkit itself puts on sharded tensors: they are not relayed."""
 
 
-class _Relay:
-    """Runs hooks as torch would; one that was removed has left their list.
-
-    Args:
-        hooks: Hooks as torch keeps them on the sharded parameter. Held weakly: a hook may hold the
-            model.
-    """
-
-    def __init__(self, hooks: Any) -> None:
-        self._hooks = weakref.ref(hooks)
-
-    def __call__(self, grad: Tensor) -> Tensor:
-        """Return what the hooks make of a gradient."""
-        for hook in list((self._hooks() or {}).values()):
-            if not isinstance(hook, OwnHook):
-                result = hook(grad)
-                grad = grad if result is None else result
-        return grad
+def _relay(hooks_ref: weakref.ref[Any], grad: Tensor) -> Tensor:
+    """Run hooks, as torch keeps them, as torch would; one that was removed has left their list."""
+    for hook in list((hooks_ref() or {}).values()):
+        if not isinstance(hook, OwnHook):
+            result = hook(grad)
+            grad = grad if result is None else result
+    return grad
 
 
 def relay_hooks(param: Tensor, unsharded: nn.Parameter) -> None:
@@ -73,7 +62,8 @@ def relay_hooks(param: Tensor, unsharded: nn.Parameter) -> None:
         return
     unsharded.__dict__[_RELAYED] = hooks
     with while_trainable(unsharded):
-        unsharded.register_hook(_Relay(hooks))
+        # Weak: a hook may hold the model.
+        unsharded.register_hook(functools.partial(_relay, weakref.ref(hooks)))
 
 
 @contextlib.contextmanager

@@ -257,14 +257,10 @@ class ShardSpec:
         """Elements of this rank's piece."""
         return self.stop - self.start
 
-    def trim(self, piece: Tensor) -> Tensor:
-        """Return a piece without padding behind it; there is none here."""
-        return piece
-
     def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
         """Return a piece for a reduction, to which elements of value `neutral` do nothing."""
         del neutral
-        return self.trim(piece)
+        return piece
 
     def gather(self, piece: Tensor) -> Tensor:
         """Return the whole tensor of which `piece` is this rank's. Collective."""
@@ -416,8 +412,9 @@ class WholeSpec(ShardSpec):
         """Elements of the piece, padding included."""
         return self._padded_numel
 
-    def trim(self, piece: Tensor) -> Tensor:
+    def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
         """Return a piece without its padding."""
+        del neutral
         rest = piece.numel() - self.stop
         # Not a slice: inside of a dispatch XLA's functionalization refuses those.
         return piece.split([self.stop, rest])[0] if rest else piece
@@ -433,7 +430,7 @@ class WholeSpec(ShardSpec):
 
     def gather(self, piece: Tensor) -> Tensor:
         """Return the whole tensor, which is here."""
-        return self.trim(piece).reshape(self.shape).clone()
+        return self.without_padding(piece, 0).reshape(self.shape).clone()
 
     def annotate_sharding(self, piece: Tensor) -> None:
         """Have a piece spread over the devices, where it was written as a whole."""

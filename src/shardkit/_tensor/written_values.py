@@ -68,8 +68,7 @@ class Mark:
         return log is not self._log or self._state_of(memory, piece) != self._state
 
     def _state_of(self, memory: Tensor, piece: ShardedTensor) -> tuple[int, int]:
-        unseen = torch_tensors.version_of(memory) - self._log.num_seen
-        return unseen, self._log.counts.get(piece.spec.index, 0)
+        return _num_unseen(memory), self._log.counts.get(piece.spec.index, 0)
 
 
 def memory_of(piece: ShardedTensor) -> Tensor:
@@ -95,23 +94,21 @@ def writing_only(pieces: Iterable[ShardedTensor]) -> Iterator[None]:
     for piece in pieces:
         memory = memory_of(piece)
         by_memory.setdefault(id(memory), (memory, []))[1].append(piece.spec.index)
-    before = {key: torch_tensors.version_of(memory) for key, (memory, _) in by_memory.items()}
-    seen = {key: _num_seen(memory) for key, (memory, _) in by_memory.items()}
+    before = {key: _num_unseen(memory) for key, (memory, _) in by_memory.items()}
     try:
         yield
     finally:
         for key, (memory, indices) in by_memory.items():
             log: WriteLog | None = memory.__dict__.get(_LOG_ATTRIBUTE)
-            raised = (
-                torch_tensors.version_of(memory) - before[key] - (_num_seen(memory) - seen[key])
-            )
+            raised = _num_unseen(memory) - before[key]
             if log is not None and raised:
                 log.note(indices, raised)
 
 
-def _num_seen(memory: Tensor) -> int:
+def _num_unseen(memory: Tensor) -> int:
+    """Return how often the version counter was raised by writes that no log counts."""
     log: WriteLog | None = memory.__dict__.get(_LOG_ATTRIBUTE)
-    return 0 if log is None else log.num_seen
+    return torch_tensors.version_of(memory) - (0 if log is None else log.num_seen)
 
 
 # --- what ranks compare ---------------------------------------------------------------------------
