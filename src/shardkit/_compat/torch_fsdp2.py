@@ -87,14 +87,9 @@ def _contract() -> Any:
     return sys.modules["torch.distributed._composable.contract"]
 
 
-def _registry_key() -> str:
-    key: str = _contract().REGISTRY_KEY
-    return key
-
-
 def is_replicated(module: torch.nn.Module) -> bool:
     """Whether torch's composable `replicate` was called on a module."""
-    return "replicate" in getattr(module, _registry_key(), ())
+    return "replicate" in getattr(module, _contract().REGISTRY_KEY, ())
 
 
 def is_sharded_by_torch(module: torch.nn.Module) -> bool:
@@ -110,7 +105,7 @@ def is_sharded_by_torch(module: torch.nn.Module) -> bool:
 
 def note_fully_sharded(cls: type) -> None:
     """Have torch's composable functions, `replicate` for one, leave modules of a class alone."""
-    key = _registry_key()
+    key: str = _contract().REGISTRY_KEY
 
     def noted(module: Any) -> dict[str, Any]:
         return {**module.__dict__.get(key, {}), "fully_shard": None}

@@ -117,15 +117,13 @@ def is_tracked(tensor: Tensor) -> bool:
 
 def without_tracking(tensor: Tensor) -> Tensor:
     """Return a tensor as operators must see it inside a dispatch; see `track_views`."""
-    if tensor.device.type != "xla" or not _is_tracking_off() or not is_tracked(tensor):
+    if tensor.device.type != "xla" or not is_tracked(tensor):
+        return tensor
+    key = torch._C.DispatchKey.Functionalize
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(key):
         return tensor
     torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
     return torch._from_functional_tensor(tensor)
-
-
-def _is_tracking_off() -> bool:
-    key = torch._C.DispatchKey.Functionalize
-    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
 
 
 def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:

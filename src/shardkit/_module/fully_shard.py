@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import nn
 
 from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
+from shardkit._compat import torch_autograd
 from shardkit._errors import StateError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import FSDPModule, swap_class
@@ -16,7 +17,7 @@ from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
 from shardkit._module.placements import SpmdMesh, data_parallel_mesh, mark_parts, place_params
 from shardkit._params.memory import give_back
-from shardkit._runtime.backward import watch_engine
+from shardkit._runtime.backward import run_backward
 from shardkit._runtime.group import ParamGroup, exchange_buffer, move_buffers
 from shardkit._settings import (
     CPUOffloadPolicy,
@@ -254,7 +255,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         mark_parts(inside if group is None else [*inside, group], shard_mesh)
     note_ignored(ignored)
     watch_optimizers()
-    watch_engine()
+    torch_autograd.wrap_engine(run_backward)
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:

@@ -240,11 +240,6 @@ class Bucket:
         return next(entry.param for entry, param in pairs if param is unsharded)
 
     @property
-    def was_replaced(self) -> bool:
-        """Whether a parameter has another piece than it was given, as after ``.to(dtype)``."""
-        return not self.store.has_all_pieces()
-
-    @property
     def is_uniform(self) -> bool:
         """Whether the parameters have one dtype and device, as those of a bucket must."""
         return len({(param.dtype, param.device) for param in self.sharded}) == 1

@@ -63,6 +63,9 @@ class ParamEntry:
 class ParamSites:
     """Every place of a bucket's parameters.
 
+    Attributes:
+        is_visible: Whether the modules hold the unsharded parameters.
+
     Args:
         entries: The parameters, and who holds them.
         unsharded: Parameters that modules hold while they are in use.
@@ -71,7 +74,7 @@ class ParamSites:
     def __init__(self, entries: Sequence[ParamEntry], unsharded: Sequence[nn.Parameter]) -> None:
         self._entries = entries
         self._unsharded = unsharded
-        self._visible = False
+        self.is_visible = False
         self._places: list[_Place] = []
         self._given: dict[int, Any] = {}
         self._was_visible = False  # When the `functional_call` began that runs now.
@@ -83,7 +86,7 @@ class ParamSites:
         Raises:
             StateError: A module holds neither, but a parameter that was put in its place.
         """
-        if unsharded == self._visible:
+        if unsharded == self.is_visible:
             if unsharded and not self._given:
                 self._take_given([place[3] for place in self._places])
                 self._was_visible |= bool(self._given)
@@ -94,7 +97,7 @@ class ParamSites:
             self._show_unsharded()
         else:
             self._show_sharded()
-        self._visible = unsharded
+        self.is_visible = unsharded
         if self._rnn_places:
             self._update_rnns()
 
@@ -120,11 +123,6 @@ class ParamSites:
             self.return_given()
 
     # --- `functional_call` ---
-
-    @property
-    def has_given(self) -> bool:
-        """Whether modules compute with tensors that `functional_call` has put there."""
-        return bool(self._given)
 
     @property
     def has_only_given(self) -> bool:
@@ -194,16 +192,11 @@ class ParamSites:
         self.show(unsharded=False)
         self._was_visible = False
         if was_visible and has_memory:
-            self._visible = True
+            self.is_visible = True
             for params, attribute, sharded, whole in self._places:
                 if params.get(attribute) is sharded:
                     params[attribute] = whole
             self._update_rnns()
-
-    @property
-    def is_visible(self) -> bool:
-        """Whether the modules hold the unsharded parameters."""
-        return self._visible
 
     def show_others(self, others: Sequence[nn.Parameter] | None) -> None:
         """Let the modules hold neither, but `others`, one for each entry; None: the sharded ones.

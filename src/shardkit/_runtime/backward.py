@@ -389,11 +389,6 @@ Of the process, not of a thread: the engine of an accelerator runs in threads of
 """
 
 
-def watch_engine() -> None:
-    """See to backwards for chosen tensors from now on."""
-    torch_autograd.wrap_engine(run_backward)
-
-
 def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Run the engine for some tensors; those of sharded parameters come back sharded.
 

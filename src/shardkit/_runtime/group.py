@@ -189,8 +189,8 @@ class ParamGroup:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether parameters were given other pieces since the last forward."""
-        return any(bucket.was_replaced for bucket in self.buckets)
+        """Whether parameters got other pieces since the last forward, as by ``.to(dtype)``."""
+        return not all(bucket.store.has_all_pieces() for bucket in self.buckets)
 
     def refresh(self) -> None:
         """Take up what became of the parameters since the last forward, e.g. by ``.to(dtype)``.
@@ -447,8 +447,7 @@ class ParamGroup:
     def return_given(self) -> None:
         """A forward ends: put back what `functional_call` was given."""
         for bucket in self.buckets:
-            if bucket.sites.has_given:
-                bucket.sites.return_given()
+            bucket.sites.return_given()
 
     def end_functional_call(self, *, is_live: bool) -> None:
         """A `functional_call` of the root ends; it puts back what modules held."""

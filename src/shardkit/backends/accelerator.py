@@ -644,11 +644,8 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
         if gather.comm is not None:
             custom = custom_all_gather(gather, axis.group, async_op=False)
             gather.full.copy_(custom.received)
-    if len(own) > 1 and axis.coalesces:
-        with torch_groups.coalesced(axis.group):
-            for gather in own:
-                all_gather_single(gather.full, gather.own, group=axis.group)
-    else:
+    is_one = len(own) > 1 and axis.coalesces
+    with torch_groups.coalesced(axis.group) if is_one else contextlib.nullcontext():
         for gather in own:
             all_gather_single(gather.full, gather.own, group=axis.group)
 
