@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
-    from shardkit._params.traced_store import TracedSend
     from shardkit._settings import AllGather, MixedPrecisionPolicy, OffloadPolicy
     from shardkit.backends.base import AxisComm, CommStreams
     from shardkit.backends.device import Event
@@ -452,7 +451,7 @@ class Store(ABC):
     # --- gradients ---
 
     @abstractmethod
-    def new_gradient_buffer(self, receive_chunks: int) -> SendBuffer | TracedSend:
+    def new_gradient_buffer(self, receive_chunks: int) -> Any:
         """Return what collects gradients and sends them; it receives so many shards' worth."""
 
     def gradient_pieces(self) -> list[GradientPiece]:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._params.gradients import BucketGradients
-    from shardkit._runtime.backward import Backward
-    from shardkit._runtime.group import ParamGroup
     from shardkit._schedule import GroupState
 
 
@@ -29,7 +27,7 @@ class ForwardRecord:
     """One forward of one group; autograd's graph keeps it alive until its backward.
 
     Attributes:
-        group: The group.
+        group: The `ParamGroup`, which knows the `Backward` of its root.
         in_pass: Number of the pass in the schedule; None for one that runs inside backward.
         versions: Versions of the shards when the forward used them.
         has_input_grads: Whether backward reports when the gradients of the inputs have come.
@@ -38,7 +36,7 @@ class ForwardRecord:
         may_lack_outputs: Whether it may return nothing to differentiate.
     """
 
-    group: ParamGroup
+    group: Any
     in_pass: int | None
     versions: tuple[int, ...]
     has_input_grads: bool = False
@@ -47,7 +45,7 @@ class ForwardRecord:
     may_lack_outputs: bool = False
 
     @property
-    def listener(self) -> Backward:
+    def listener(self) -> Any:
         """The root's backward: that of another root, if a larger one ran since the forward."""
         listener = self.group.listener
         assert listener is not None
@@ -114,11 +112,11 @@ class GradHooks:
     held.
 
     Args:
-        group: Group of the parameters.
+        group: The `ParamGroup` of the parameters.
         at_once: Whether to take gradients when they come.
     """
 
-    def __init__(self, group: ParamGroup, *, at_once: bool) -> None:
+    def __init__(self, group: Any, *, at_once: bool) -> None:
         # Weak, in hooks too: C++ keeps those, where the garbage collector sees no cycle to break.
         self._group = weakref.ref(group)
         self._buckets = [gradients.bucket for gradients in group.gradients.buckets]
@@ -196,9 +194,7 @@ class GradHooks:
         self.release()
 
 
-def _notes_arrival(
-    group_ref: weakref.ref[ParamGroup], arrived: list[Tensor]
-) -> Callable[[Tensor], None]:
+def _notes_arrival(group_ref: weakref.ref[Any], arrived: list[Tensor]) -> Callable[[Tensor], None]:
     """Return a hook that notes a parameter; the first one asks for the end of backward."""
 
     def note(param: Tensor) -> None:
@@ -218,7 +214,7 @@ def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
 
 
 def _take_grad(
-    group_ref: weakref.ref[ParamGroup],
+    group_ref: weakref.ref[Any],
     gradients_ref: weakref.ref[BucketGradients],
     index: int,
     layer: _Layer | None,

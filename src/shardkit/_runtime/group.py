@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._params.bucket import Bucket
     from shardkit._params.flat_store import Store
-    from shardkit._runtime.backward import Backward
     from shardkit._settings import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
     from shardkit._tensor.written_values import WrittenValue
     from shardkit.backends.base import AxisComm, Backend
@@ -85,7 +84,7 @@ class ParamGroup:
             axes that they are parts of.
         index: Position among the groups of the root; its number in schedules.
         number: Number in this process, by which events know it.
-        listener: Listener to its backwards: that of the root.
+        listener: The `Backward` of its root; None: it has none yet.
         is_root: Whether the module is the root: with `reshard_after_forward=None` it is not
             resharded.
         is_innermost: Whether no other group's modules are inside this one's.
@@ -126,7 +125,7 @@ class ParamGroup:
         self.index = -1
         self.number = next(_numbers)
         self._values = WholeValues()
-        self.listener: Backward | None = None
+        self.listener: Any = None
         self._set_buckets(buckets)
         self._values.versions = self.shard_versions
 
@@ -291,7 +290,7 @@ class ParamGroup:
     @property
     def is_user_held(self) -> bool:
         """Whether the user has called `unshard`, and works with the unsharded parameters."""
-        return self.listener is not None and self.listener.is_user_held(self)
+        return self.listener is not None and bool(self.listener.is_user_held(self))
 
     @property
     def is_shown(self) -> bool:
