@@ -6,7 +6,6 @@ Tests put machines in its place that are sick.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import platform
 import resource
@@ -18,6 +17,7 @@ import time
 import timeit
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -335,7 +335,7 @@ class Machine:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "shardkit": str(getattr(sys.modules.get("shardkit"), "__version__", None)),
-            "torch_xla": _version_of("torch_xla"),
+            "torch_xla": next((d.version for d in distributions(name="torch_xla")), None),
             "build": f"rocm {hip}" if hip else build,
             "backends": [name for name in _ENGINES if getattr(dist, f"is_{name}_available")()],
             **_devices(),
@@ -418,10 +418,3 @@ def _limit(name: str) -> int | None:
     """Return a soft limit of this process; None: there is none."""
     soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
