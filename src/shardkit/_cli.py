@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 # --- why: where the ranks of a run are ------------------------------------------------------------
 
-_CONNECT = timedelta(seconds=10)
+_CONNECT_S = 10.0
 _ASKER = -1
 
 
@@ -54,7 +53,8 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
         run = running[0]
         title = f"Run {run.name}: {run.world_size} ranks, store on {run.host}:{run.port}."
         try:
-            rounds = Rounds(runs.connect(run, _CONNECT), run.world_size, _ASKER)
+            store = runs.connect(run.name, run.host, run.port, limit_s=_CONNECT_S)
+            rounds = Rounds(store, run.world_size, _ASKER)
             diagnosis = rounds.ask()
         except dist.DistError as error:
             text: str | None = f"Its store does not answer: {error}"

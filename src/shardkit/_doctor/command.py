@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch.distributed as dist
@@ -41,7 +40,7 @@ from shardkit._doctor.rules import examine
 from shardkit._text import shown_nbytes
 from shardkit.backends import accelerator_type
 from shardkit.backends.groups import engine_of
-from shardkit.backends.watch.runs import RunStore
+from shardkit.backends.watch.runs import RunStore, connect
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -190,7 +189,6 @@ ALONE_VARIABLE = "SHARDKIT_DOCTOR_ALONE"
 _POLL_S = 0.05
 _MOST_PARTNERS = 8
 _FIRST, _LINKS, _COLLECTIVES = "come", "links", "collectives"
-_connect: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 
 class NoStoreError(Exception):
@@ -233,12 +231,12 @@ def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> RunSto
     if not place.hosts_store:
         _wait_for_master(machine, place, timeout_s, host)
     try:
-        store = _connect(
+        return connect(
+            "doctor",
             place.master_addr,
             place.master_port,
+            limit_s=timeout_s,
             is_master=place.hosts_store,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
         )
     except (dist.DistError, RuntimeError) as error:
         raise NoStoreError(
@@ -248,7 +246,6 @@ def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> RunSto
             remedy="another process has it (ss -tlnp), or MASTER_ADDR is not an address of "
             "rank 0's host: choose another MASTER_PORT, or mend MASTER_ADDR",
         ) from error
-    return RunStore("doctor", store)
 
 
 def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, host: str) -> None:

@@ -189,6 +189,13 @@ def store_of_run(store: Any) -> RunStore:
     return RunStore(run, store)
 
 
+def connect(run: str, host: str, port: int, *, limit_s: float, is_master: bool = False) -> RunStore:
+    """Return the store of a run over a new connection, to a port that the master opens."""
+    limit = timedelta(seconds=limit_s)
+    options = {"is_master": is_master, "timeout": limit, "wait_for_workers": False}
+    return RunStore(run, _tcp_store(host, port, **options))
+
+
 # --- runs of this host ----------------------------------------------------------------------------
 
 _MAX_DIAGNOSES = 20
@@ -256,11 +263,6 @@ def running() -> list[RankFile]:
             else:
                 path.unlink()
     return sorted(found, key=lambda run: (-run.started, run.rank))
-
-
-def connect(run: RankFile, limit: timedelta) -> RunStore:
-    """Return the store of a run of other processes."""
-    return RunStore(run.name, _tcp_store(run.host, run.port, is_master=False, timeout=limit))
 
 
 def process_of(name: str, rank: int) -> int | None:
