@@ -363,7 +363,8 @@ def slices_of(record: RankRecord, waits: Waits) -> list[TimeSlice]:
         at, outside = begin, phase if phase in {DATA, OPTIMIZER} else OUTSIDE
         while number < len(inner) and inner[number].end <= begin:
             number += 1
-        for span in itertools.islice(inner, number, None):
+        for index in range(number, len(inner)):
+            span = inner[index]
             if span.begin >= end:
                 break
             left, right = max(span.begin, at), min(span.end, end)
