@@ -34,7 +34,7 @@ def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
         on_cpu: Whether the kernel is that of the CPU; else those of CUDA: flash attention, or
             memory-efficient attention where there is a mask.
     """
-    original: Any = torch.nn.functional.scaled_dot_product_attention
+    original = torch.nn.functional.scaled_dot_product_attention
     kernel = _on_cpu if on_cpu else _on_cuda
 
     @functools.wraps(original)
@@ -42,7 +42,7 @@ def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
         fused = kernel(**{**dict(zip(_NAMES, args, strict=False)), **options})
         return original(*args, **options) if fused is None else fused
 
-    return patch.object(torch.nn.functional, original.__name__, attention)
+    return patch.object(torch.nn.functional, "scaled_dot_product_attention", attention)
 
 
 def seen_random_states(note: Callable[[Tensor], object]) -> AbstractContextManager[object]:
@@ -55,7 +55,7 @@ def seen_random_states(note: Callable[[Tensor], object]) -> AbstractContextManag
         note(state)
         return state
 
-    return patch.object(torch, original.__name__, get_state)
+    return patch.object(torch, "get_rng_state", get_state)
 
 
 def without_packed_sequences() -> AbstractContextManager[object]:
