@@ -7,11 +7,12 @@ ranks alike, so that nothing but a wrong value, a lost object or memory tells of
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import typing
 from unittest import mock
 
-from shardkit._module import full_params, hooks
+from shardkit._module import full_params
 from shardkit._params import flat_store, gradients, sites
 from shardkit._runtime import backward, runtime, traffic
 from shardkit._tensor import sharded
@@ -28,6 +29,7 @@ DEFECTS: dict[str, list[tuple[typing.Any, str, Callable[[typing.Any], typing.Any
 
 def exchange(owner: object, name: str, *, of: str) -> typing.Any:
     """Add to a defect: what is decorated makes a function's replacement."""
+    assert name in vars(owner), f"{of!r} exchanges {name!r}, which {owner} does not have"
 
     def add(make: typing.Any) -> typing.Any:
         DEFECTS.setdefault(of, []).append((owner, name, make))
@@ -185,9 +187,7 @@ def _(old: typing.Any) -> typing.Any:
     return lambda of, _: of.note_writes()
 
 
-@exchange(
-    full_params.WholeBucket, "_write_values", of="what is written to a whole parameter is lost"
-)
+@exchange(full_params.WholeBucket, "_write", of="what is written to a whole parameter is lost")
 def _(old: typing.Any) -> typing.Any:
     def new(self: typing.Any, index: int, *args: object) -> None:
         if index == 0:
@@ -196,10 +196,15 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(full_params.WholeBucket, "_write_grad", of="what is written to a whole gradient is lost")
+@exchange(full_params.WholeBucket, "_write", of="what is written to a whole gradient is lost")
 def _(old: typing.Any) -> typing.Any:
-    del old
-    return nothing
+    def new(self: typing.Any, *args: object) -> None:
+        options = self._options
+        self._options = dataclasses.replace(options, with_grads=False)
+        old(self, *args)
+        self._options = options
+
+    return new
 
 
 @exchange(
@@ -218,12 +223,6 @@ def _(old: typing.Any) -> typing.Any:
 
 
 # --- models that change ---------------------------------------------------------------------------
-
-
-@exchange(hooks.ModuleState, "_take_in_newcomers", of="a new part is not taken in")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return nothing
 
 
 @exchange(sites.ParamSites, "end_functional_call", of="functional_call leaves freed parameters")
