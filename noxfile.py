@@ -57,7 +57,7 @@ NEED_NOTHING = (  # no more than torch
 
 # Ranks that wait for each other leave a core idle, and so do tests of one process. The tests of a
 # file stay together: they share what takes long to make.
-IN_PARALLEL = ("-n", "3", "--dist", "loadfile")
+IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
 
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [

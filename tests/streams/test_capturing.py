@@ -152,4 +152,4 @@ def complaints_of_many(name: str) -> list[str]:
 @pytest.mark.streams
 @pytest.mark.parametrize("name", ["whole_step", "accumulating_step"])
 def test_a_hundred_replays_are_what_eager_steps_are(spawn: Spawn, name: str) -> None:
-    assert spawn(complaints_of_many, 2, name) == [[], []]
+    assert spawn(complaints_of_many, 2, name, timeout_s=300) == [[], []]

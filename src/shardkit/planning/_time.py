@@ -10,12 +10,12 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardkit.planning._meter import Operator
+from shardkit._events import StepEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shardkit._events import StepEvent
+    from shardkit.planning._meter import Operator
     from shardkit.planning._profile import HardwareProfile
     from shardkit.planning._run import DryRun, Run
 
@@ -174,10 +174,10 @@ class _Tasks:
             if event.closed > event.opened:
                 edges.append((event.closed, event, False))
         for _, what, is_begin in sorted(edges, key=lambda edge: edge[0]):
-            if isinstance(what, Operator):
-                self._operator(what)
-            else:
+            if isinstance(what, StepEvent):
                 self._edge(what, is_begin=is_begin)
+            else:
+                self._operator(what)
         self._end_segment("")
         return self._tasks
 
