@@ -416,7 +416,10 @@ def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module):
             continue
-        names = {id(param): name for name, param in nn.Module.named_parameters(module)}
+        try:
+            names = {id(param): name for name, param in nn.Module.named_parameters(module)}
+        except (AttributeError, RuntimeError):  # Another thread is making it.
+            continue
         rank = len(wanted & names.keys()), len(names)
         if not rank[0]:
             continue
