@@ -53,18 +53,49 @@ _MASTERS = Workload(_LLAMA, param_dtype=torch.bfloat16)
 
 CASES: Mapping[str, Case] = {
     "gpt-d512": TrainingCase(
-        "gpt-d512: 6 layers of 512, 2 x 128 tokens per rank, fp32", Workload(_D512), step_limit=0.75
+        "gpt-d512: 6 layers of 512, 2 x 128 tokens per rank, fp32",
+        Workload(_D512),
+        step_limit=0.60,
+        ddp_limit=0.90,
     ),
     "gpt-d512-bf16": TrainingCase(
-        "gpt-d512-bf16: the same, bf16 compute, fp32 reduction", Workload(_D512, torch.bfloat16)
+        "gpt-d512-bf16: the same, bf16 compute, fp32 reduction",
+        Workload(_D512, torch.bfloat16),
+        step_limit=0.58,
     ),
     "gpt-d1024": TrainingCase(
         "gpt-d1024: 6 layers of 1024, 2 x 128 tokens per rank, fp32",
         Workload(_D1024),
-        step_limit=0.65,
+        step_limit=0.40,
     ),
     "small-48": TrainingCase(
-        "small-48: 48 layers of 64, 2 x 32 tokens per rank, fp32", Workload(_SMALL), step_limit=0.5
+        "small-48: 48 layers of 64, 2 x 32 tokens per rank, fp32",
+        Workload(_SMALL),
+        step_limit=0.30,
+        ddp_limit=1.15,
+    ),
+    "gpt-d512-zero2": TrainingCase(
+        "gpt-d512-zero2: gpt-d512, layers kept between forward and backward (ZeRO-2)",
+        Workload(_D512, reshard=False),
+        step_limit=0.65,
+    ),
+    "gpt-d512-accumulate": TrainingCase(
+        "gpt-d512-accumulate: gpt-d512, 4 microbatches a step, gradients synced in the last one",
+        Workload(_D512, microbatches=4),
+        step_limit=0.58,
+    ),
+    "gpt-d512-lora": TrainingCase(
+        "gpt-d512-lora: gpt-d512, adapters of rank 8 trained, all else frozen",
+        Workload(_D512, adapter_rank=8),
+        step_limit=0.52,
+    ),
+    "gpt-d512-recompute": TrainingCase(
+        "gpt-d512-recompute: gpt-d512, activations of each block recomputed",
+        Workload(_D512, recompute=True),
+        step_limit=0.66,
+    ),
+    "gpt-d512-4": TrainingCase(
+        "gpt-d512-4: gpt-d512 on 4 ranks", Workload(_D512), step_limit=0.68, num_ranks=4
     ),
     "moe": ExpertsCase(
         "moe: 8 experts in each of 6 layers of 256, split over 2 of 4 ranks, 2 x 64 tokens, fp32",

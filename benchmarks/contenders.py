@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from experts import ExpertsShape, MixtureOfExperts
 from llama import Llama, LlamaShape
-from models import GPT, GPTShape
+from models import GPT, GPTShape, add_adapters
 
 SHARDKIT = "shardkit"
 FSDP2 = "torch FSDP2"
@@ -69,6 +70,11 @@ class Workload:
         stored_dtype: Of the parameters, hence of the optimizer; None: fp32.
         reduce_dtype: Of gradients on the wire; None: as they are computed.
         compiled: Whether the forward of each layer is compiled by itself.
+        reshard: Whether layers are given back between forward and backward; shardkit and FSDP2.
+        microbatches: Backwards in each step; gradients are synced in the last one.
+        adapter_rank: Of the low-rank adapters that alone are trained, beside each linear layer of
+            the blocks; 0: there are none, and all is trained.
+        recompute: Whether backward runs each block's forward again.
     """
 
     shape: GPTShape | LlamaShape | ExpertsShape
@@ -76,6 +82,10 @@ class Workload:
     stored_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
     compiled: bool = False
+    reshard: bool = True
+    microbatches: int = 1
+    adapter_rank: int = 0
+    recompute: bool = False
 
 
 class Optimizer(Protocol):
@@ -110,6 +120,8 @@ class Trainer:
     model: nn.Module
     optimizer: Optimizer
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    set_sync: Callable[[bool], object] = lambda _: None
+    """Says before a forward whether its backward syncs gradients."""
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run one forward."""
@@ -143,6 +155,11 @@ def build(name: str, workload: Workload, device: torch.device) -> Trainer:
     with device:
         model = workload.shape.build()
     model.to(workload.stored_dtype)
+    if workload.adapter_rank:
+        add_adapters(model, workload.adapter_rank)
+    if workload.recompute:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if workload.compiled:
         for block in model.blocks:
             # Not the module: the hooks of those who shard stay outside of the graph, for all alike.
@@ -151,7 +168,8 @@ def build(name: str, workload: Workload, device: torch.device) -> Trainer:
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=3e-4, foreach=True)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=3e-4, foreach=True)
 
 
 def _shard_by_block(model: Model, shard: Callable[[nn.Module], object]) -> Trainer:
@@ -159,7 +177,8 @@ def _shard_by_block(model: Model, shard: Callable[[nn.Module], object]) -> Train
     for block in model.blocks:
         shard(block)
     shard(model)
-    return Trainer(model, _adamw(model.parameters()))
+    root: Any = model
+    return Trainer(model, _adamw(model.parameters()), set_sync=root.set_requires_gradient_sync)
 
 
 def shardkit_of(name: str) -> Any:
@@ -190,7 +209,9 @@ def _shardkit(
     policy = shardkit.MixedPrecisionPolicy(
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
-    return _shard_by_block(model, partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy))
+    options = {"reshard_after_forward": None if workload.reshard else False}
+    shard = partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy, **options)
+    return _shard_by_block(model, shard)
 
 
 def _local(model: Model, workload: Workload, device: torch.device) -> Trainer:
@@ -206,7 +227,9 @@ def _fsdp2(model: Model, workload: Workload, device: torch.device) -> Trainer:
     policy = MixedPrecisionPolicy(
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
-    return _shard_by_block(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
+    options: dict[str, Any] = {"reshard_after_forward": None if workload.reshard else False}
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **options)
+    return _shard_by_block(model, shard)
 
 
 def _split_experts(model: Model, workload: Workload) -> tuple[DeviceMesh, DeviceMesh]:
@@ -281,7 +304,11 @@ def _fsdp2_muon(model: Model, workload: Workload, device: torch.device) -> Train
 def _ddp(model: Model, workload: Workload, device: torch.device) -> Trainer:
     # Gradients that are views of the buckets spare DDP one copy of them: its best case.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    trainer_for = partial(Trainer, replica, _adamw(replica.parameters()))
+
+    def set_sync(on: bool) -> None:  # noqa: FBT001 - as `set_requires_gradient_sync`
+        replica.require_backward_grad_sync = on  # What `no_sync` sets.
+
+    trainer_for = partial(Trainer, replica, _adamw(replica.parameters()), set_sync=set_sync)
     if workload.param_dtype is None:
         return trainer_for()
     return trainer_for(partial(torch.autocast, device.type, dtype=workload.param_dtype))
@@ -297,7 +324,8 @@ def _floor(
     bounds time, not memory.
     """
     del device
-    masters = _first_part(list(model.parameters()), dist.get_world_size())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters = _first_part(trained, dist.get_world_size())
     for master in masters:
         master.grad = torch.full_like(master, 1e-3)
     optimizer = torch.optim.AdamW(masters, lr=3e-4, foreach=not fused, fused=fused)

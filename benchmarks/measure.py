@@ -90,6 +90,7 @@ class Training:
     def __init__(self, device: torch.device, contender: str, workload: Workload) -> None:
         """Build the contender and draw the batch, a different one on each rank."""
         self._trainer: Trainer = build(contender, workload, device)
+        self._microbatches = workload.microbatches
         shape = workload.shape
         generator = torch.Generator().manual_seed(dist.get_rank())
         tokens = torch.randint(
@@ -102,9 +103,15 @@ class Training:
 
         Args:
             mark: Called before the forward, backward, optimizer step and clearing of gradients.
+                All but the last backward of several count as forward.
         """
         mark()
-        loss = self._trainer.loss(self._inputs, self._targets)
+        for left in range(self._microbatches - 1, -1, -1):
+            if self._microbatches > 1:
+                self._trainer.set_sync(left == 0)
+            loss = self._trainer.loss(self._inputs, self._targets) / self._microbatches
+            if left:
+                loss.backward()
         mark()
         loss.backward()
         mark()

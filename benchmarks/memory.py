@@ -12,6 +12,8 @@ c10's CPU allocator keeps a total of all threads, under a lock, once the flag
 it is set through its symbol. Each allocation event of the profiler then carries the total after
 it, and the greatest of those is the mark. What does not come from this allocator is not counted:
 gloo's staging buffers, oneDNN's scratch memory, Python objects. The resident set has them all.
+Memory that shardkit's ranks share does not come from it either, and is added: a rank's part of what
+is there afterwards, which is the most that has been.
 """
 
 import ctypes
@@ -64,7 +66,7 @@ class CpuMeter:
 
     def peak_during(self, work: Callable[[], None]) -> int:
         """Run something and return the most bytes that were live at once meanwhile."""
-        return _peak_total(work) - self._before
+        return _peak_total(work) - self._before + shared_bytes()
 
 
 def _peak_total(work: Callable[[], None]) -> int:
@@ -86,6 +88,13 @@ def _totals(events: list[_ProfilerEvent]) -> Iterator[int]:
         fields = event.extra_fields
         if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
             yield fields.total_allocated
+
+
+def shared_bytes() -> int:
+    """Return this process's part of the memory that shardkit's ranks share."""
+    mappings = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags:")
+    shared = (each for each in mappings if "memfd:shardkit" in each)
+    return sum(int(each.split("\nPss:")[1].split()[0]) * 1024 for each in shared)
 
 
 def resident_bytes(mark: str = "VmRSS") -> int:

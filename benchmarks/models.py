@@ -1,6 +1,7 @@
 """The model that every benchmark trains: a plain GPT whose sizes are the only knobs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,3 +91,30 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trained one of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        """Freeze `base`; the product of the new matrices begins with zero."""
+        super().__init__()
+        self.base = base.requires_grad_(requires_grad=False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(..., in_features)`` to ``(..., out_features)``."""
+        result: Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def add_adapters(model: nn.Module, rank: int) -> None:
+    """Freeze a model, and put an adapter beside each linear layer of its blocks."""
+    model.requires_grad_(requires_grad=False)
+    blocks: Any = model.blocks
+    for module in list(blocks.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Adapted(child, rank))

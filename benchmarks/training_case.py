@@ -1,6 +1,6 @@
 """Training cases: the time and memory of a whole step, of every contender."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +21,7 @@ _COLUMNS = (
     "peak / FSDP2",
     "RSS MiB",
 )
-_OPTIMIZER_LIMIT = 0.9
+_OPTIMIZER_LIMIT = 0.95
 _MEMORY_LIMIT = 0.95
 
 
@@ -32,15 +32,20 @@ class TrainingCase:
     Attributes:
         summary: The workload in words.
         workload: What is trained.
-        step_limit: The target for shardkit's step over FSDP2's on two CPU ranks, if there is one.
+        step_limit: The target for shardkit's step over FSDP2's on CPU ranks, if there is one.
+        ddp_limit: The same over DDP's.
+        num_ranks: CPU ranks.
     """
 
     summary: str
     workload: Workload
     step_limit: float | None = None
+    ddp_limit: float | None = None
+    num_ranks: int = 2
 
     def run(self, settings: Settings) -> Report:
         """Time the contenders in turns, then count their memory one by one."""
+        settings = self._on_ranks(settings)
         names = able(CONTENDERS)
         found = _Found(
             time_interleaved(names, self.workload, settings),
@@ -57,6 +62,7 @@ class TrainingCase:
 
     def run_beside(self, settings: Settings) -> Report:
         """Compare shardkit with the source that ``--beside`` names, in turns."""
+        settings = self._on_ranks(settings)
         names = able((SHARDKIT, BESIDE))
         found = _Found(
             time_interleaved(names, self.workload, settings),
@@ -84,6 +90,10 @@ class TrainingCase:
             measured=found.as_dict(),
         )
 
+    def _on_ranks(self, settings: Settings) -> Settings:
+        is_cpu = settings.device_type == "cpu"
+        return replace(settings, world_size=self.num_ranks) if is_cpu else settings
+
     def _verdicts(self, found: "_Found", settings: Settings) -> list[str]:
         if SHARDKIT not in found.timings or settings.device_type != "cpu":
             return []
@@ -93,10 +103,11 @@ class TrainingCase:
             optimizer.verdict(found.ratio(SHARDKIT, FSDP2, "optimizer_s").median),
             memory.verdict(found.peak_ratio(SHARDKIT)),
         ]
-        if self.step_limit is None:
-            return verdicts
-        step = Target("step / FSDP2", self.step_limit)
-        return [step.verdict(found.ratio(SHARDKIT, FSDP2, "step_s").median), *verdicts]
+        for reference, limit in ((FSDP2, self.step_limit), (DDP, self.ddp_limit)):
+            if limit is not None:
+                step = Target(f"step / {reference.removeprefix('torch ')}", limit)
+                verdicts.append(step.verdict(found.ratio(SHARDKIT, reference, "step_s").median))
+        return verdicts
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,17 @@ Nothing of shardkit is asked. c10's CPU allocator keeps a total of all threads o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import typing
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardkit.backends import gloo
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +27,13 @@ def start_counting() -> None:
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+@contextlib.contextmanager
+def past_shared_memory() -> Iterator[None]:
+    """Let small collectives of gloo's ranks be torch's, as between hosts; on all ranks."""
+    with mock.patch.object(gloo, "_SHARED_NBYTES", 0):
+        yield
 
 
 _MARK_NBYTES = 12_289

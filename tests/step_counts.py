@@ -20,12 +20,14 @@ import sys
 import tomllib
 import typing
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardkit
 from shardkit import _events
+from shardkit.backends import shared_memory
 
 if typing.TYPE_CHECKING:
     import types
@@ -40,6 +42,8 @@ ABOUT = "about (5 %)"
 """Begins the name of a count that is not the same in each run."""
 _TOLERANCE = 0.05
 _OURS = str(Path(shardkit.__file__).parent)
+# How often it looks for messages depends on when they come.
+_UNSTEADY = shared_memory.__file__
 # Python 3.12 runs the first ones where they stand; what resumes a generator depends on it as well.
 _NOT_COUNTED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>")
 
@@ -124,7 +128,8 @@ def python_calls(run: Callable[[], object]) -> int:
         nonlocal number
         code = frame.f_code
         if event == "call" and code.co_name not in _NOT_COUNTED:
-            number += code.co_filename.startswith(_OURS)
+            name = code.co_filename
+            number += name.startswith(_OURS) and name != _UNSTEADY
 
     gc.collect()
     gc.disable()  # What it finds, and when, is not the step's.
@@ -169,17 +174,30 @@ def counts_of(steps: Mapping[str, Callable[[], object]]) -> Counts:
         steps: Parts of a steady step, by name.
     """
     found: Counts = {}
+    with mock.patch.object(shared_memory.Shared, "is_there", return_value=True):
+        _count_calls(steps, found)
+    memory: collections.Counter[str] = collections.Counter()
+    share = shared_memory.SharedMemory.share
+    with _events.observed_by(_events.StepObserver(lambda event: memory.update([event.kind]))):
+        for name, run in steps.items():
+            with (
+                Operators() as operators,
+                mock.patch.object(
+                    shared_memory.SharedMemory, "share", autospec=True, side_effect=share
+                ) as shared,
+            ):
+                run()
+            for kind in sorted(operators.counts):
+                found[f"{kind}, {name}"] = operators.counts[kind]
+            if shared.call_count:
+                found[f"exchanges in shared memory, {name}"] = shared.call_count
+    for kind in ("gather", "reduce_scatter", "take", "allocate"):
+        found[f"events of {kind}"] = memory[kind]
+    return found
+
+
+def _count_calls(steps: Mapping[str, Callable[[], object]], found: Counts) -> None:
     for run in steps.values():
         python_calls(run)  # Something is asked once about each file on the stack: this one, too.
     for name, run in steps.items():
         found[f"{_CALLS}, {name}"] = python_calls(run)
-    memory: collections.Counter[str] = collections.Counter()
-    with _events.observed_by(_events.StepObserver(lambda event: memory.update([event.kind]))):
-        for name, run in steps.items():
-            with Operators() as operators:
-                run()
-            for kind in sorted(operators.counts):
-                found[f"{kind}, {name}"] = operators.counts[kind]
-    for kind in ("gather", "reduce_scatter", "take", "allocate"):
-        found[f"events of {kind}"] = memory[kind]
-    return found

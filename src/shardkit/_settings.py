@@ -373,6 +373,18 @@ def _value(name: str, value: Any, kind: Any) -> bool | float:
 watch_settings = WatchSettings.of_environment()
 
 
+_SHARED_MEMORY = "SHARDKIT_SHARED_MEMORY"
+
+
+def shares_memory() -> bool:
+    """Whether CPU ranks of one host may share memory, as the environment says.
+
+    Raises:
+        StateError: It says neither yes nor no.
+    """
+    return bool(_value(_SHARED_MEMORY, os.environ.get(_SHARED_MEMORY, "1"), "bool"))
+
+
 def set_watch(  # noqa: PLR0913 - a setting each
     *,
     ask_after_s: float | None = None,

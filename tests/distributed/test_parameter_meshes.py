@@ -280,10 +280,10 @@ def test_small_buckets_on_a_mesh_travel_together() -> None:
     own, whole = batches(0)
     loss_of(model, own).backward()
     model.zero_grad()
-    with mock.patch.object(gloo, "_start_all_to_all", wraps=gloo._start_all_to_all) as started:  # noqa: SLF001
+    with mock.patch.object(gloo, "SharedExchange", wraps=gloo.SharedExchange) as started:
         loss_of(model, own).backward()
     # Both blocks' experts, both blocks' other parameters, the root's.
-    sizes = [call.args[2].size for call in started.call_args_list]
+    sizes = [call.args[0][0].shard_axis.size for call in started.call_args_list]
     assert sizes == [4, 2, 4], sizes
     loss_of(plain, whole).backward()
     assert largest_difference(plain, model, Layout((1, 2, 2)), grads=True) < EXACT

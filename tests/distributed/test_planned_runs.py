@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from simulation import simulated
 
-from allocated import Issued, mark, peaks_of, start_counting
+from allocated import Issued, mark, past_shared_memory, peaks_of, start_counting
 from planned_runs import CASES, EIGHT_RANKS, NUM_CHEAP, Case
 from shardkit import init_device_mesh
 from shardkit._events import StepEvent, StepObserver, observed_by
@@ -115,6 +115,7 @@ class RealRun:
         return edges, _without_frees(edges, peaks)
 
 
+@past_shared_memory()
 def run_case(name: str) -> Seen:
     """Count the third step and the fourth, and the collectives of the fifth.
 
@@ -178,6 +179,7 @@ def _buffer_in(mutated: str) -> Iterator[list[str]]:
         yield has_been
 
 
+@past_shared_memory()
 def run_with_buffers(name: str, plans: list[list[int]], places: list[str]) -> dict[str, bool]:
     """Say of each function that a step calls whether a buffer in it is found; none: of all."""
     run, plan = RealRun(name), plans[dist.get_rank()]

@@ -188,6 +188,13 @@ def process_group_backend(group: Any, device: torch.device) -> Any:
         return None
 
 
+def timeout_of(group: Any) -> float | None:
+    """Return the seconds after which gloo ends a wait of a process group; None: it is not known."""
+    engine = process_group_backend(group, torch.device("cpu"))
+    timeout = getattr(getattr(engine, "options", None), "_timeout", None)
+    return None if timeout is None else float(timeout.total_seconds())
+
+
 def coalesced(group: Any) -> Any:
     """Return a context whose all-gathers travel as one collective; no public way in 2.13."""
     return c10d._coalescing_manager(group)

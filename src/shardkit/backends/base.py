@@ -322,11 +322,17 @@ class Reduction:
         return end_to_end([self]) if self.parts else self.send
 
 
-def end_to_end(reductions: Sequence[Reduction]) -> Tensor:
-    """Return, 1-D and copied, rank by rank what each of several reductions sends there."""
+def end_to_end(reductions: Sequence[Reduction], out: Tensor | None = None) -> Tensor:
+    """Return, 1-D and copied, rank by rank what each of several reductions sends there.
+
+    In memory of its own, or in `out`.
+    """
     by_rank = zip(*[reduction.rows() for reduction in reductions], strict=True)
     parts = [part for rows in by_rank for row in rows for part in row]
     # Users may choose another dtype for gradients than for their parameter.
+    if out is not None:
+        torch.cat([part.reshape(-1) for part in parts], out=out)
+        return out
     result: Tensor = torch_tensors.flattened(parts)
     return result.to(reductions[0].send.dtype)
 

@@ -33,6 +33,8 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
+from shardkit.backends.shared_memory import connect
+from shardkit.backends.watch.watchdog import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,21 +44,35 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Handle, Reduction
     from shardkit.backends.device import Event
     from shardkit.backends.process_group import CustomCollective
+    from shardkit.backends.shared_memory import Shared, SharedMemory
     from shardkit.backends.watch.watchdog import Issued
 
 
 # --- a mesh axis over gloo ------------------------------------------------------------------------
 
 
+_SHARED_NBYTES = 2 << 20
+"""More than this at once goes past the memory that ranks share, which stays as large as it gets."""
+
+
 class GlooAxis(ProcessGroupAxis):
-    """An axis with a second process group for reductions."""
+    """An axis with a second process group for reductions, and with memory that its ranks share."""
 
     reduce_group: dist.ProcessGroup | None = None
+    shared: SharedMemory | None = None
 
     def make_reduce_group(self) -> None:
         """Make the group, once; call it on all ranks of the axis."""
         if self.reduce_group is None and self.size > 1:
             self.reduce_group = sub_group(self.group, [range(self.size)], "gloo")
+            self.shared = connect(self.reduce_group)
+            if self.shared is not None:
+                for group in (self.group, self.reduce_group):
+                    channel_of(group).at_end.append(self.shared.close)
+
+    def shares(self, nbytes: int) -> bool:
+        """Whether so many bytes of all ranks go through memory that they share."""
+        return self.shared is not None and 0 < nbytes <= _SHARED_NBYTES
 
     def start_all_to_all(self, job: AllToAll) -> WorkHandle:
         """See `PeerAxis.start_all_to_all`."""
@@ -68,6 +84,8 @@ class GlooAxis(ProcessGroupAxis):
 # --- reduce-scatter -------------------------------------------------------------------------------
 
 _MAX_STAGED_NBYTES = 2 << 20
+_GATHERS, _REDUCTIONS = range(2)
+"""Each in an order of its own: they come in other orders where ranks use different modules."""
 
 
 class ExchangeHandle:
@@ -87,9 +105,12 @@ class ExchangeHandle:
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
         self._together = _travelling_together(reductions)
-        self._exchanges = []
+        self._exchanges: list[Exchange | SharedExchange] = []
         for positions in self._together:
             several = [reductions[i] for i in positions]
+            if _is_shared(several):
+                self._exchanges.append(SharedExchange(several, of))
+                continue
             is_copied = len(several) > 1 or bool(several[0].parts)
             self.was_copied &= is_copied
             one = _joined(several) if is_copied else several[0]
@@ -181,6 +202,71 @@ class Exchange:
         return _finish(reduction, total)
 
 
+class SharedExchange:
+    """A reduce-scatter of small reductions that are alike, in memory that the ranks share.
+
+    Each rank adds what others have for it to its own range, in its own block.
+    """
+
+    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
+        first, axis = reductions[0], reductions[0].shard_axis
+        assert isinstance(axis, GlooAxis)
+        assert axis.shared is not None
+        nbytes = sum(reduction.send.nbytes for reduction in reductions)
+        self._issued = axis.issue("reduce-scatter", of, nbytes, axis.reduce_group)
+        block = axis.shared.block(nbytes)
+        send = block.memory[:nbytes].view(first.send.dtype)
+        end_to_end(reductions, out=send)
+        _clear_parts(reductions)
+        if first.before is not None:
+            send.mul_(first.before)
+        self._rows = send.view(axis.size, -1)
+        self._reduction = dataclasses.replace(
+            first, send=first.send[:0], parts=(), out_numel=self._rows.shape[1]
+        )
+        self._total: Tensor | None = None
+        self._shared = axis.shared.share(block, nbytes, _REDUCTIONS)
+
+    def add(self) -> None:
+        """Block until all have shared theirs, and add them; free when done."""
+        if self._total is not None:
+            return
+        rank = self._reduction.shard_axis.rank
+        own = self._rows[rank]
+        others = _others(self._shared, self._issued)
+        pieces = [other.view(own.dtype).view_as(self._rows)[rank] for other in others]
+        pieces.insert(rank, own)
+        # Not over what is added later.
+        self._total = _sum_of(pieces, own if rank in (0, 1) else torch.empty_like(own))
+
+    def finish(self) -> Tensor:
+        """Return the result, once."""
+        self.add()
+        assert self._total is not None
+        result = _finish(self._reduction, self._total)
+        self._shared.close()
+        return result
+
+
+def _is_shared(reductions: Sequence[Reduction]) -> bool:
+    """Whether reductions that are alike go through memory that the ranks share."""
+    first = reductions[0]
+    assert isinstance(first.shard_axis, GlooAxis)
+    nbytes = sum(reduction.send.nbytes for reduction in reductions)
+    # A user's all-reduce may keep what it gets.
+    is_plain = first.comm is None and first.all_reduce is None
+    return is_plain and first.shard_axis.shares(nbytes)
+
+
+def _others(shared: Shared, issued: Issued | None) -> list[Tensor]:
+    """Return what the other ranks have shared; a wait is watched."""
+    if shared.is_there():
+        return shared.wait()
+    assert issued is not None, "there are ranks to wait for"
+    with issued.watched():
+        return shared.wait()
+
+
 def _travelling_together(reductions: Sequence[Reduction]) -> list[list[int]]:
     """Return the positions of reductions that go on as one, small ones that are alike."""
     alike: dict[Any, list[int]] = {}
@@ -200,13 +286,17 @@ def _joined(reductions: Sequence[Reduction]) -> Reduction:
     """Return one reduction, of a copy, for several or for one that is in parts."""
     axis = reductions[0].shard_axis
     send = end_to_end(reductions)
-    for reduction in reductions:
-        for parts in reduction.parts:
-            parts.clear()  # Before there is memory for what others send.
+    _clear_parts(reductions)  # Before there is memory for what others send.
     numel = send.numel() // axis.size
     num_rows = axis.size if sends_own(axis) else axis.size - 1
     room = functools.partial(send.new_empty, num_rows * numel)
     return dataclasses.replace(reductions[0], send=send, parts=(), room=room, out_numel=numel)
+
+
+def _clear_parts(reductions: Sequence[Reduction]) -> None:
+    for reduction in reductions:
+        for parts in reduction.parts:
+            parts.clear()
 
 
 def is_small(nbytes: int, axis: AxisComm) -> bool:
@@ -353,6 +443,35 @@ class StagedGather:
         del self._staging
 
 
+class SharedGather:
+    """Small gathers in memory that the ranks share."""
+
+    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, issued: Issued | None) -> None:
+        assert axis.shared is not None
+        self._gathers = gathers
+        self._axis = axis
+        self._issued = issued
+        owns = [gather.own.view(torch.uint8) for gather in gathers]
+        nbytes = sum(own.numel() for own in owns)
+        block = axis.shared.block(nbytes)
+        torch.cat(owns, out=block.memory[:nbytes])
+        self._shared = axis.shared.share(block, nbytes, _GATHERS)
+
+    def wait(self) -> None:
+        """Block until all have shared theirs, and copy it to where it belongs; again is free."""
+        gathers, self._gathers = self._gathers, ()
+        if not gathers:
+            return
+        wholes = [g.full.view(torch.uint8).view(self._axis.size, -1) for g in gathers]
+        numels = [whole.shape[1] for whole in wholes]
+        places = [place for place in range(self._axis.size) if place != self._axis.rank]
+        targets = [whole[place] for place in places for whole in wholes]
+        others = _others(self._shared, self._issued)
+        sources = [part for other in others for part in other.split(numels)]
+        torch_tensors.foreach_copy(targets, sources)
+        self._shared.close()
+
+
 class HostStreams(WatchedStreams):
     """gloo has no streams: order comes from waiting."""
 
@@ -376,6 +495,8 @@ class HostStreams(WatchedStreams):
         issued = axis.issue("all-gather", of, nbytes)
         torch_tensors.foreach_copy([g.own for g in gathers], [g.shard for g in gathers])
         is_plain = all(gather.comm is None for gather in gathers)
+        if is_plain and axis.shares(nbytes):
+            return SharedGather(gathers, axis, issued)
         if len(gathers) > 1 and is_plain and is_small(nbytes, axis):
             return StagedGather(gathers, axis, issued)
         return GatherHandle(gathers, axis, issued)

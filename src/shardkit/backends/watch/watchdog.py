@@ -193,6 +193,12 @@ class Channel:
         self.wish: Collective | None = None  # To which the others have not agreed yet.
         self.is_main = True  # The last one was issued by the main thread, or in its backward.
         self._last_agreed = ""
+        self.at_end: list[Callable[[], object]] = []  # What else ends its waits.
+
+    def end_waits(self) -> None:
+        """End waits that are not the engine's."""
+        for end in self.at_end:
+            end()
 
     def status(self, *, details: bool = True) -> GroupStatus:
         """Return what others are told of it. Called with the watchdog's lock."""
@@ -653,6 +659,7 @@ class Watchdog:
             end_if_stuck(self.rank, text, even_on_host=is_store_silent)
         for channel in list(self.channels.values()):  # Whoever ends clears them meanwhile.
             abort_group(channel.group)
+            channel.end_waits()
         if call is not None:
             abort_group(world)
 
@@ -789,6 +796,8 @@ class Watchdog:
                 with contextlib.suppress(RuntimeError):
                     self._tell_end(state)
         finally:  # A comparison may warn, and a warning may be an error.
+            for channel in list(self.channels.values()):
+                channel.end_waits()
             self.channels.clear()  # What is left of the process groups may go.
             self._free_stores.clear()
             if self._file is not None:

@@ -42,7 +42,10 @@ def watchdog() -> Iterator[Watchdog]:
     made = Watchdog(store, store, 0, 2)
     made._is_in_use = lambda: True  # type: ignore[method-assign]  # noqa: SLF001 - there is none
     channel: typing.Any = types.SimpleNamespace(
-        group=None, in_flight=InFlight(), status=lambda **_: GroupStatus([0, 1], 4)
+        group=None,
+        in_flight=InFlight(),
+        status=lambda **_: GroupStatus([0, 1], 4),
+        end_waits=lambda: None,
     )
     made.channels["0"] = channel
     deadline = time.monotonic() + 30

@@ -1,0 +1,428 @@
+"""Ranks of one host give each other small tensors in memory that they share, past gloo's sockets.
+
+Over loopback gloo copies what is sent four times, in threads that take cores from compute. Here a
+rank writes what others need into a block of its own, and tells them where by a message of 32 bytes;
+they read it there. Nobody waits for room: where no block is free a new one is made.
+
+Blocks are anonymous memory, whose descriptors travel with the messages. So there is no file, no
+limit of ``/dev/shm``, and nothing is left over when a process is killed. A connection ends with its
+process: a wait for a rank that has gone ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardkit._compat import torch_groups
+from shardkit._processes import boot_and_namespace
+from shardkit._settings import shares_memory
+from shardkit.backends.groups import exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+_MAX_RANKS = 8
+"""Each is connected with each, and reads what each has."""
+
+_MESSAGE = struct.Struct("<IIQQQ")
+"""Lane, number of the block, bytes in it, and how many messages of each lane were read."""
+
+_NUM_LANES = 2
+_SMALLEST_BLOCK = 1 << 16
+_ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(4)
+
+
+# --- what is shared -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Block:
+    """A piece of this rank's memory that others read.
+
+    Attributes:
+        number: Number of the block.
+        memory: Bytes of it, 1-D.
+        descriptor: Descriptor of the memory until others have got it.
+    """
+
+    number: int
+    memory: Tensor
+    descriptor: int | None
+
+
+class Shared:
+    """What this rank has shared, and the others with it.
+
+    Each rank of the axis shares as many bytes at this place of the lane's order.
+    """
+
+    def __init__(self, memory: SharedMemory, lane: int, number: int) -> None:
+        self._memory: SharedMemory | None = memory
+        self._lane = lane
+        self._number = number
+
+    def is_there(self) -> bool:
+        """Whether all others have shared theirs; returns at once."""
+        assert self._memory is not None, "it is open"
+        return self._memory.receive(self._lane, self._number, blocks=False)
+
+    def wait(self) -> list[Tensor]:
+        """Block until all others have shared theirs; return them, 1-D bytes, in rank order.
+
+        Raises:
+            RuntimeError: One has gone, or does not come in the time that its process group gives.
+        """
+        assert self._memory is not None, "it is open"
+        self._memory.receive(self._lane, self._number, blocks=True)
+        return self._memory.others(self._lane, self._number)
+
+    def close(self) -> None:
+        """Say that this rank needs none of it any more; again is free."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.note_read(self._lane, self._number)
+
+    def __del__(self) -> None:
+        """Do so after an exception, where nobody has."""
+        self.close()
+
+
+# --- the memory of an axis ------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Messages of this rank that have one order."""
+
+    num_sent: int = 0
+    num_read: int = 0  # Number of messages that this rank has read of each other, without a gap.
+    read_early: set[int] = field(default_factory=set)  # Those behind a gap.
+    in_use: deque[tuple[int, Block]] = field(default_factory=deque)  # Own blocks, by message.
+
+
+class _Peer:
+    """Another rank: what came from it, and what it has read."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.blocks: dict[int, Tensor] = {}
+        self.num_received = [0] * _NUM_LANES
+        self.unread: tuple[dict[int, Tensor], ...] = tuple({} for _ in range(_NUM_LANES))
+        self.num_read = [0] * _NUM_LANES
+        self.unsent: deque[tuple[bytes, int | None]] = deque()  # There was no room for them.
+
+
+class SharedMemory:
+    """The memory that the ranks of an axis share, as one of them sees it.
+
+    Messages of a lane are sent and received in one order on all ranks. Each tells how many the
+    sender has read, by which blocks become free.
+
+    Args:
+        connections: A connection with each other rank, by position.
+        timeout_s: Seconds after which a wait for a rank ends in an error; None: never.
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float | None) -> None:
+        self._peers = [_Peer(connections[position]) for position in sorted(connections)]
+        self._lanes = [_Lane() for _ in range(_NUM_LANES)]
+        self._free: list[Block] = []
+        self._num_blocks = 0
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._sender: threading.Thread | None = None
+        self._pid = os.getpid()
+        # When nobody waits any more. A method of this object could come after that of a socket.
+        weakref.finalize(self, _close_all, list(connections.values())).atexit = False
+        for peer in self._peers:
+            # Not `settimeout`, with which Python asks the system twice for each message.
+            peer.connection.setblocking(True)
+            after = math.modf(timeout_s or 0.0)  # 0: never.
+            limit = struct.pack("@ll", int(after[1]), int(after[0] * 1e6))
+            peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's blocks."""
+        in_use = [block for lane in self._lanes for _, block in lane.in_use]
+        return sum(block.memory.nbytes for block in (*self._free, *in_use))
+
+    # --- sending ---
+
+    def block(self, nbytes: int) -> Block:
+        """Return a block of at least so many bytes that nobody reads."""
+        found = self._take_free(nbytes)
+        if found is None:
+            with self._receiving:  # The others may have told what they have read.
+                for peer in self._peers:
+                    while self._receive_one(peer, blocks=False):
+                        pass
+            found = self._take_free(nbytes)
+        if found is not None:
+            return found
+        capacity = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
+        descriptor = os.memfd_create("shardkit")
+        os.truncate(descriptor, capacity)
+        self._num_blocks += 1
+        return Block(self._num_blocks, _mapped(descriptor), descriptor)
+
+    def _take_free(self, nbytes: int) -> Block | None:
+        for number, lane in enumerate(self._lanes):
+            num_read = min(lane.num_read, *[peer.num_read[number] for peer in self._peers])
+            while lane.in_use and lane.in_use[0][0] < num_read:
+                self._free.append(lane.in_use.popleft()[1])
+        fitting = [block for block in self._free if block.memory.nbytes >= nbytes]
+        if not fitting:
+            return None
+        found = min(fitting, key=lambda block: block.memory.nbytes)
+        self._free.remove(found)
+        return found
+
+    def share(self, block: Block, nbytes: int, lane: int) -> Shared:
+        """Let all others read the first bytes of a block, which do not change from now on.
+
+        Args:
+            block: Block of `block`. It is used again when all have read it.
+            nbytes: Number of the bytes, equal on all ranks.
+            lane: Order that this has a place in.
+        """
+        own = self._lanes[lane]
+        with self._sending:
+            number = own.num_sent
+            own.num_sent += 1
+            own.in_use.append((number, block))
+            num_read = [each.num_read for each in self._lanes]
+            message = _MESSAGE.pack(lane, block.number, nbytes, *num_read)
+            descriptor, block.descriptor = block.descriptor, None
+            for peer in self._peers:
+                peer.unsent.append((message, None if descriptor is None else os.dup(descriptor)))
+                _send(peer)
+            if descriptor is not None:
+                os.close(descriptor)
+            if self._sender is None and any(peer.unsent for peer in self._peers):
+                name = "shardkit-messages"
+                self._sender = threading.Thread(target=self._send_rest, name=name, daemon=True)
+                self._sender.start()
+        return Shared(self, lane, number)
+
+    def _send_rest(self) -> None:
+        """Send what had no room, when there is; a thread's work: others may wait for it."""
+        while True:
+            with self._sending:
+                for peer in self._peers:
+                    _send(peer)
+                late = [peer for peer in self._peers if peer.unsent]
+                if not late:
+                    self._sender = None
+                    return
+            poll = select.poll()
+            for peer in late:
+                poll.register(peer.connection, select.POLLOUT)
+            poll.poll()
+
+    # --- receiving ---
+
+    def receive(self, lane: int, number: int, *, blocks: bool) -> bool:
+        """Take messages until all others have sent that of a number; say whether they have.
+
+        Args:
+            lane: Lane of the message.
+            number: Number of the message.
+            blocks: Whether to wait for those that are not there.
+
+        Raises:
+            RuntimeError: See `Shared.wait`.
+        """
+        with self._receiving:
+            for peer in self._peers:
+                while peer.num_received[lane] <= number:
+                    if not self._receive_one(peer, blocks=blocks):
+                        return False
+        return True
+
+    def _receive_one(self, peer: _Peer, *, blocks: bool) -> bool:
+        """Take a message; say whether there was one."""
+        flags = 0 if blocks else socket.MSG_DONTWAIT
+        try:
+            message, extra, _, _ = peer.connection.recvmsg(
+                _MESSAGE.size, _ROOM_FOR_DESCRIPTOR, flags
+            )
+        except OSError as error:
+            if not blocks:  # Who waits meets it.
+                return False
+            what = "nobody came in time" if isinstance(error, BlockingIOError) else error
+            msg = f"a wait for a tensor in shared memory has ended: {what}"
+            raise RuntimeError(msg) from error
+        if not message:
+            if not blocks:
+                return False
+            msg = "a wait for a tensor in shared memory has ended: the connection was closed"
+            raise RuntimeError(msg)
+        lane, block, nbytes, *peer.num_read = _MESSAGE.unpack(message)
+        for _, _, data in extra:
+            descriptor = int.from_bytes(data[:4], sys.byteorder)
+            peer.blocks[block] = _mapped(descriptor)
+            os.close(descriptor)
+        number, own = peer.num_received[lane], self._lanes[lane]
+        peer.num_received[lane] += 1
+        if number >= own.num_read and number not in own.read_early:  # Else nobody waits for it.
+            peer.unread[lane][number] = peer.blocks[block][:nbytes]
+        return True
+
+    def others(self, lane: int, number: int) -> list[Tensor]:
+        """Return what the others have shared by the message of a number, which has come."""
+        return [peer.unread[lane][number] for peer in self._peers]
+
+    def note_read(self, lane: int, number: int) -> None:
+        """Know that nobody here needs what was shared by the messages of a number."""
+        own = self._lanes[lane]
+        for peer in self._peers:
+            peer.unread[lane].pop(number, None)
+        own.read_early.add(number)
+        while own.num_read in own.read_early:
+            own.read_early.remove(own.num_read)
+            own.num_read += 1
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """End all waits, here and of the others. In a process that was forked: nothing."""
+        if os.getpid() == self._pid:
+            for peer in self._peers:
+                with contextlib.suppress(OSError):
+                    peer.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _close_all(connections: Sequence[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+def _send(peer: _Peer) -> None:
+    """Send what waits, as far as there is room."""
+    while peer.unsent:
+        message, descriptor = peer.unsent[0]
+        try:
+            if descriptor is None:
+                peer.connection.send(message, socket.MSG_DONTWAIT)
+            else:  # Not `send_fds`, which forgets its flags.
+                extra = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", descriptor))
+                peer.connection.sendmsg([message], [extra], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # It has gone, or ended all waits. Who waits for it meets that.
+        if descriptor is not None:
+            os.close(descriptor)
+        peer.unsent.popleft()
+
+
+def _mapped(descriptor: int) -> Tensor:
+    """Return the whole memory of a descriptor, 1-D."""
+    path, nbytes = f"/proc/self/fd/{descriptor}", os.fstat(descriptor).st_size
+    with torch.inference_mode(mode=False):  # Python's own `mmap` would keep a descriptor.
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+# --- connecting -----------------------------------------------------------------------------------
+
+_CONNECT_S = 20.0
+_TOKEN_NBYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where a rank waits for connections.
+
+    Attributes:
+        host: Text that ranks which can share memory have in common.
+        name: Name of its socket.
+        token: Secret that those who connect know.
+    """
+
+    host: str
+    name: str
+    token: bytes
+
+
+def connect(group: dist.ProcessGroup) -> SharedMemory | None:
+    """Return the memory that the ranks of a gloo group share; None if they cannot.
+
+    That is where they are on several hosts, or in containers that keep them apart; where they are
+    more than eight; where the system is not Linux; and where one does not want it
+    (``SHARDKIT_SHARED_MEMORY=0``). All ranks of the group must call this.
+
+    Cost: four all-gathers of small objects.
+    """
+    if not 1 < group.size() <= _MAX_RANKS:
+        return None
+    of = "memory that ranks share"
+    with contextlib.ExitStack() as stack:
+        address, listener = None, None
+        host = _host() if shares_memory() else ""
+        if host:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            name = f"\0shardkit-{secrets.token_hex(16)}"  # Not in the file system.
+            listener.bind(name)
+            listener.listen(_MAX_RANKS)
+            listener.settimeout(_CONNECT_S)
+            address = _Address(host, name, secrets.token_bytes(_TOKEN_NBYTES))
+        addresses = exchange(address, group, of)
+        if listener is None or any(each is None or each.host != host for each in addresses):
+            return None
+        connections: dict[int, socket.socket] = {}
+        with contextlib.suppress(OSError):
+            _meet(listener, group.rank(), addresses, connections)
+        is_connected = len(connections) == group.size() - 1
+        if not all(exchange(is_connected, group, of)):
+            for connection in connections.values():
+                connection.close()
+            return None
+    return SharedMemory(connections, torch_groups.timeout_of(group))
+
+
+def _host() -> str:
+    """Return what processes have in common that can share memory; empty: this one cannot."""
+    if hasattr(os, "memfd_create"):
+        with contextlib.suppress(OSError):
+            return f"{boot_and_namespace()}{Path('/proc/self/ns/net').readlink()}"
+    return ""
+
+
+def _meet(
+    listener: socket.socket,
+    rank: int,
+    addresses: Sequence[_Address],
+    connections: dict[int, socket.socket],
+) -> None:
+    """Connect with the ranks before this one, and let those after it connect."""
+    for other, address in enumerate(addresses[:rank]):
+        connection = connections[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_CONNECT_S)
+        connection.connect(address.name)
+        connection.send(address.token + bytes([rank]))
+    while len(connections) < len(addresses) - 1:
+        connection, _ = listener.accept()
+        connection.settimeout(_CONNECT_S)
+        hello = connection.recv(_TOKEN_NBYTES + 1)
+        if secrets.compare_digest(hello[:_TOKEN_NBYTES], addresses[rank].token):
+            connections[hello[_TOKEN_NBYTES]] = connection
+        else:  # Another program.
+            connection.close()
