@@ -266,6 +266,12 @@ def test_what_cannot_be_verified_is_said(tmp_path: pathlib.Path) -> None:
     assert (result.exit_code, "data/0 is not what was written" in result.stderr) == (1, True)
 
 
+def test_what_is_no_path_is_an_error_of_checkpoints(tmp_path: pathlib.Path) -> None:
+    nothing: typing.Any = None
+    with pytest.raises(CheckpointError, match="None cannot be read: TypeError"):
+        consolidate(nothing, tmp_path / "out.pt")
+
+
 def test_hostile_metadata_is_not_executed(tmp_path: pathlib.Path) -> None:
     class Hostile:
         def __reduce__(self) -> tuple[typing.Any, ...]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import typing
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from checkpoints import (
     CHECKPOINT_CASES,
@@ -17,6 +22,7 @@ from checkpoints import (
     train_on_shares,
     whole_state,
 )
+from shardkit.checkpoint import CheckpointReader
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
@@ -74,3 +80,32 @@ def test_saved_on_n_ranks_loads_on_m(
             continue  # Batch statistics are those of a rank's own samples.
         # Sums over ranks are taken in another order.
         assert others == pytest.approx(losses, rel=1e-5)
+
+
+SAVE_IN_A_PROCESS = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from shardkit.checkpoint import CheckpointWriter
+
+dist.init_process_group("gloo")
+dcp.async_save(
+    {"a": torch.arange(4.0)},
+    storage_writer=CheckpointWriter(sys.argv[1]),
+    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+).result()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_another_process_saves(tmp_path: Path) -> None:
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    command = [sys.executable, "-c", SAVE_IN_A_PROCESS, str(tmp_path / "x")]
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    state = {"a": torch.zeros(4)}
+    dcp.load(state, storage_reader=CheckpointReader(tmp_path / "x"), no_dist=True)
+    assert state["a"].tolist() == [0, 1, 2, 3]

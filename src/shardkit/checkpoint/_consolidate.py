@@ -148,8 +148,8 @@ def open_checkpoint(
     source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
 ) -> DistributedCheckpoint | RankFiles | FullFile:
     """Open whatever there is under a path or prefix."""
-    path = Path(source)
     with reading(source):
+        path = Path(source)
         if (path / METADATA_FILE).exists():
             return DistributedCheckpoint(path)
         # A pattern of text, since a prefix is no directory.

@@ -25,7 +25,6 @@ from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import map_leaves
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tree import iter_tensors
 from shardkit.backends.groups import OfWorld, new_group
 from shardkit.backends.watch.watchdog import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
@@ -271,8 +270,10 @@ class Staging:
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state like this one with tensors of its own; overwrite the last copy."""
-        tensors = iter_tensors(state, depth=0)
-        copies = self._copy_all({id(tensor): memory_of(tensor) for tensor in tensors})
+        leaves: list[Any] = []
+        map_leaves(state, leaves.append)
+        tensors = {id(leaf): memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        copies = self._copy_all(tensors)
         result: dict[str, Any] = map_leaves(
             state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
         )

@@ -469,6 +469,8 @@ class RankLines:
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
+        if name not in {"flush", "isatty", "fileno", "encoding", "errors"}:
+            raise AttributeError(name)  # Others write, past the lock.
         return getattr(self._stream, name)
 
     def _show(self, rank: int, line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import typing
+from collections import UserDict
 
 import pytest
 import torch
@@ -23,7 +24,11 @@ from shardkit.checkpoint import (
     set_optimizer_state_dict,
 )
 from shardkit.checkpoint._files.disk import TensorInfo
-from shardkit.checkpoint._state.model_and_optimizer import optimizer_template, put_optimizer_state
+from shardkit.checkpoint._state.model_and_optimizer import (
+    flatten,
+    optimizer_template,
+    put_optimizer_state,
+)
 from shardkit.checkpoint._state.names import names_of_parameters, plain_name
 
 State = dict[str, typing.Any]
@@ -130,6 +135,12 @@ def test_groups_are_found_by_their_parameters(is_flat: bool) -> None:
     for param, entries in first.state.items():
         for key, value in entries.items():
             assert torch.equal(local(second.state[param][key]), local(value))
+
+
+def test_a_parameter_s_state_may_be_any_mapping() -> None:
+    kept = UserDict(b=1)
+    state = {"state": {"w": UserDict(a=1, n={"c": 2}, kept=kept)}, "param_groups": []}
+    assert flatten(state) == {"state.w.a": 1, "state.w.n.c": 2, "state.w.kept": kept}
 
 
 def test_several_optimizers_share_one_state() -> None:

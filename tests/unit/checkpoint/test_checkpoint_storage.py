@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pickle
 import subprocess
 import sys
 import typing
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import shardkit
 from shardkit import _progress, checkpoint
@@ -20,7 +22,9 @@ from shardkit._errors import CheckpointError
 from shardkit._processes import start_of
 from shardkit.checkpoint._consolidate import verify
 from shardkit.checkpoint._dcp import directory, item_file
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files import disk
+from shardkit.checkpoint._save import Staging
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -84,6 +88,68 @@ def test_both_ways_with_plain_dcp(writer: str, reader: str, tmp_path: pathlib.Pa
     assert {name: same(value, loaded["a"][name]) for name, value in saved.items()} == dict.fromkeys(
         saved, True
     )
+
+
+@pytest.mark.parametrize("describer", READERS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_metadata_that_another_reader_has_read(
+    writer: str, describer: str, tmp_path: pathlib.Path
+) -> None:
+    saved = torch.arange(4.0)
+    dcp.save({"a": saved}, storage_writer=WRITERS[writer](tmp_path / "x"), no_dist=True)
+    metadata = READERS[describer](tmp_path / "x").read_metadata()
+    reader, planner = checkpoint.CheckpointReader(tmp_path / "x"), DefaultLoadPlanner()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(loaded := {"a": torch.zeros(4)}, metadata, is_coordinator=True)
+    plan = planner.create_local_plan()
+    reader.read_data(plan, planner).wait()
+    assert torch.equal(loaded["a"], saved)
+    metadata.storage_data.clear()
+    with pytest.raises(CheckpointError, match="'a' is listed but stored nowhere"):
+        reader.read_data(plan, planner)
+
+
+class Counted(dict[typing.Any, typing.Any]):
+    """Counts how often somebody goes through all of it."""
+
+    num_times = 0
+
+    def __iter__(self) -> typing.Any:
+        self.num_times += 1
+        return super().__iter__()
+
+    def keys(self) -> typing.Any:
+        self.num_times += 1
+        return super().keys()
+
+    def values(self) -> typing.Any:
+        self.num_times += 1
+        return super().values()
+
+    def items(self) -> typing.Any:
+        self.num_times += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_one_tensor_is_read_without_a_look_at_all_others(
+    writer: str, tmp_path: pathlib.Path
+) -> None:
+    saved = {"a": torch.arange(4.0), "b": torch.ones(4)}
+    dcp.save(saved, storage_writer=WRITERS[writer](tmp_path / "x"), no_dist=True)
+    source = DistributedCheckpoint(tmp_path / "x")
+    source.reader.storage_data = stored = Counted(source.reader.storage_data)
+    for name, value in saved.items():
+        source.read_into(name, 0, read := torch.zeros(4))
+        assert torch.equal(read, value)
+    assert stored.num_times == 0
+
+
+@pytest.mark.parametrize("cls", [checkpoint.CheckpointWriter, checkpoint.CheckpointReader])
+def test_storage_goes_to_other_processes(cls: Call, tmp_path: pathlib.Path) -> None:
+    copied = pickle.loads(pickle.dumps(cls(tmp_path / "x")))
+    assert type(copied) is cls
+    assert copied.path == tmp_path / "x"
 
 
 def test_only_what_is_viewed_is_written(tmp_path: pathlib.Path) -> None:
@@ -392,6 +458,19 @@ def test_frames_are_what_torch_writes() -> None:
     before, after = item_file.tensor_frame(tensor.dtype, (3, 4))
     content = before + bytes(item_file.raw_bytes(tensor)) + after
     assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensor)
+
+
+class Pair(typing.NamedTuple):
+    x: torch.Tensor
+
+
+def test_what_stays_in_a_staged_state_is_not_copied() -> None:
+    pair, weight = Pair(torch.zeros(3, device="meta")), torch.ones(3)
+    copied = Staging().copy({"pair": pair, "both": (weight, [weight])})
+    assert copied["pair"] is pair
+    weight.zero_()
+    assert copied["both"][0].tolist() == [1, 1, 1]
+    assert copied["both"][1][0] is copied["both"][0]
 
 
 class Terminal(io.StringIO):

@@ -22,6 +22,7 @@ from shardkit._errors import CheckpointError
 from shardkit.checkpoint import _load
 from shardkit.checkpoint._consolidate import verify
 from shardkit.checkpoint._dcp import directory, manifest, metadata, writer
+from shardkit.checkpoint._files import disk
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -130,6 +131,22 @@ def test_not_there_and_foreign(tmp_path: pathlib.Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         checkpoint.load(tmp_path / "empty")
+
+
+def test_metadata_that_may_not_be_read(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: pathlib.Path) -> int:
+        if path.name == ".metadata":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_regular(path)
+
+    open_regular = disk.open_regular
+    (saved / "shardkit.json").unlink()
+    monkeypatch.setattr(disk, "open_regular", refuse)
+    message = r"\.metadata: Permission denied\..* give the path of a complete one\."
+    with pytest.raises(CheckpointError, match=message):
+        load(saved)
 
 
 def test_another_format(saved: pathlib.Path) -> None:

@@ -104,6 +104,30 @@ def test_they_are_described_and_verified(tmp_path: pathlib.Path) -> None:
     assert verify(tmp_path / "m") == Verification()
 
 
+@pytest.mark.parametrize(
+    ("module", "shard"),
+    [
+        ("", "_fsdp_shard.own._fsdp_shard"),
+        ("inner", "_fsdp_shard_a._fsdp_shard_b"),
+        (".inner", "_fsdp_shard"),
+        ("in\nner", "_fsdp_shard\n"),
+    ],
+)
+def test_shards_begin_at_their_first_mark(tmp_path: pathlib.Path, module: str, shard: str) -> None:
+    info = {"_orig_size": torch.Size([2]), "_orig_name": "weight"}
+    metadata = {
+        "shard_info": {module: {shard: info}},
+        "flatten_info": {},
+        "world_size": 1,
+        "rank": 0,
+    }
+    model = {f"{module}.{shard}" if module else shard: torch.ones(2)}
+    path = tmp_path / "m_rank-00000000-of-00000001.pth"
+    torch.save({"model": model, "shard_metadata": metadata}, path)
+    (entry,) = describe(tmp_path / "m").entries
+    assert entry.name == ".".join(filter(None, ["model", module, "weight"]))
+
+
 def rewrite(folder: pathlib.Path, rank: int, state: dict[str, typing.Any]) -> None:
     torch.save(state, folder / f"m_rank-{rank:08d}-of-{2:08d}.pth")
 

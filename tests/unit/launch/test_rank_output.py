@@ -29,6 +29,15 @@ def test_lines_of_ranks_do_not_mix() -> None:
     assert stream.getvalue().endswith("[rank 1] end\n")
 
 
+def test_nothing_is_written_past_the_lines_of_ranks() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    lines = launch.RankLines(stream, colour=False)
+    assert [hasattr(lines, name) for name in ("buffer", "writelines", "detach")] == [False] * 3
+    print("of the agent", file=lines, flush=True)
+    assert stream.buffer.getvalue() == b"of the agent\n"
+    assert (lines.encoding, lines.isatty()) == ("utf-8", False)
+
+
 def test_each_rank_has_a_colour_of_its_own() -> None:
     stream = io.StringIO()
     lines = launch.RankLines(stream, colour=True)

@@ -21,7 +21,7 @@ from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import ItemFile
+from shardkit.checkpoint._dcp.item_file import ItemFile, not_reported
 from shardkit.checkpoint._dcp.manifest import (
     BLOCK_NBYTES,
     MANIFEST_FILE,
@@ -35,7 +35,6 @@ from shardkit.checkpoint._files.disk import (
     TensorInfo,
     asides_in,
     read_index,
-    reading,
     why_refused,
 )
 
@@ -73,11 +72,12 @@ class CheckpointReader(FileSystemReader):
             report: Function that is called with the numbers of bytes that have been read.
         """
         super().__init__(directory.normalized(path))
-        self._report = report or (lambda _: None)
+        self._report = report or not_reported
         self.manifest: Manifest | None = None
         self.identity = 0
         self._items: dict[tuple[str, int], Item] = {}
         self._chunks: dict[MetadataIndex, TensorInfo] = {}
+        self._file_nbytes: dict[str, int] = {}  # Without a manifest at least so many.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's description, verified.
@@ -93,13 +93,24 @@ class CheckpointReader(FileSystemReader):
         try:
             self.manifest = read_manifest(path)
         except FileNotFoundError:  # One of plain DCP.
-            with reading(path):
+            try:
                 content = read_index(path / METADATA_FILE)
+            except OSError as error:
+                msg = (
+                    f"{path / METADATA_FILE}: {error.strerror or error}. A checkpoint directory "
+                    f"holds this file once it is complete: give the path of a complete one."
+                )
+                raise CheckpointError(msg) from error
         else:
             content = directory.check_metadata(path, self.manifest)
         metadata = parse_metadata(content, path / METADATA_FILE)
         self.identity = zlib.crc32(content)
         self.set_up_storage_reader(metadata, is_coordinator=False)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        """Take up where everything is; raise if the manifest differs about an item."""
+        super().set_up_storage_reader(metadata, *args, **kwargs)
         self._chunks = {
             MetadataIndex(name, chunk.offsets): TensorInfo(
                 tuple(chunk.sizes), entry.properties.dtype
@@ -108,23 +119,19 @@ class CheckpointReader(FileSystemReader):
             if isinstance(entry, TensorStorageMetadata)
             for chunk in entry.chunks
         }
-        self._items = self._stored_items()
-        return metadata
-
-    def _stored_items(self) -> dict[tuple[str, int], Item]:
-        """Return all items by place; raise if `.metadata` and the manifest differ about one."""
-        if self.manifest is None:
-            return {
-                (where.relative_path, where.offset): Item(where.offset, where.length, None, ())
-                for where in self.storage_data.values()
-            }
-        items = {
-            (name, item.offset): item
-            for name, stored in self.manifest.files.items()
-            for item in stored.items
+        files = {} if self.manifest is None else self.manifest.files
+        self._file_nbytes = {name: stored.nbytes for name, stored in files.items()}
+        self._items = {
+            (name, item.offset): item for name, stored in files.items() for item in stored.items
         }
         for index, where in self.storage_data.items():
-            item, chunk = items.get((where.relative_path, where.offset)), self._chunks.get(index)
+            name, place = where.relative_path, (where.relative_path, where.offset)
+            if self.manifest is None:
+                self._items[place] = Item(where.offset, where.length, None, ())
+                known = self._file_nbytes.get(name, 0)
+                self._file_nbytes[name] = max(known, where.offset + where.length)
+                continue
+            item, chunk = self._items.get(place), self._chunks.get(index)
             end = 0  # Of a tensor's elements in the item.
             if item is not None and chunk is not None and item.data_offset is not None:
                 end = item.data_offset + chunk.nbytes
@@ -134,7 +141,6 @@ class CheckpointReader(FileSystemReader):
                     f"{index.fqn!r}. {DAMAGED}"
                 )
                 raise CheckpointError(msg)
-        return items
 
     def chunks_by_place(self) -> dict[tuple[str, int], tuple[TensorInfo, str]]:
         """Return each chunk and its tensor's name, by its file and where it begins in it."""
@@ -153,13 +159,8 @@ class CheckpointReader(FileSystemReader):
         Raises:
             CheckpointError: One is missing, or of another size.
         """
-        ends: dict[str, int] = defaultdict(int)
-        for where in self.storage_data.values():
-            ends[where.relative_path] = max(ends[where.relative_path], where.offset + where.length)
-        if self.manifest is not None:
-            ends = {name: stored.nbytes for name, stored in self.manifest.files.items()}
-        for name in ends if names is None else names:
-            path, nbytes = Path(self.path, name), ends[name]
+        for name in self._file_nbytes if names is None else names:
+            path, nbytes = Path(self.path, name), self._file_nbytes[name]
             if self.manifest is None and path.exists():  # What it must hold at least is known.
                 nbytes = max(nbytes, path.stat().st_size)
             directory.check_size(path, nbytes)
@@ -172,7 +173,12 @@ class CheckpointReader(FileSystemReader):
         """
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for request in plan.items:
-            by_file[self.storage_data[request.storage_index].relative_path].append(request)
+            where = self.storage_data.get(request.storage_index)
+            if where is None:
+                name = request.storage_index.fqn
+                msg = f"{self.path}: {name!r} is listed but stored nowhere. {DAMAGED}"
+                raise CheckpointError(msg)
+            by_file[where.relative_path].append(request)
         self.check_files(by_file)
         block_nbytes = BLOCK_NBYTES if self.manifest is None else self.manifest.block_nbytes
         for name, requests in by_file.items():

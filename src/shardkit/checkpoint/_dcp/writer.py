@@ -23,7 +23,7 @@ from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import map_leaves
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import FileStream, raw_bytes, tensor_frame
+from shardkit.checkpoint._dcp.item_file import FileStream, not_reported, raw_bytes, tensor_frame
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE, Header, Item, Manifest, StoredFile
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files import disk
@@ -262,7 +262,7 @@ class CheckpointWriter(FileSystemWriter):
         self._step = step
         self.layout: Mapping[str, Any] = {}
         self.stages: Sequence[Sequence[str]] = ()
-        self._report = report or (lambda _: None)
+        self._report = report or not_reported
         self._before: directory.Stamp = None
         self._new: Path | None = None
 

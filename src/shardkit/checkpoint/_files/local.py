@@ -274,7 +274,7 @@ def _check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int
 # ``flatten_parameters=True`` that is a flat one, in which several lie end to end. Tried on files
 # of torch_xla 2.9.0; source: its ``distributed/fsdp/state_dict_utils.py``.
 
-_SHARD = re.compile(r"(?:(.+?)\.)?(_fsdp_shard.*)")  # The module and the name of a shard.
+_SHARD = re.compile(r"(?s)(?:(.*?)\.)??(_fsdp_shard.*)")  # The module and the name of a shard.
 _FLAT = "_fsdp_wrapped_module.flat_param_"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 
@@ -319,7 +319,8 @@ class XlaFsdpFiles(RankFiles):
             except KeyError:
                 msg = f"{opened[0].path} has a shard {name!r} that its metadata does not describe."
                 raise CheckpointError(msg) from None
-            whole = f"{prefix}.{shard['_orig_name']}".removeprefix(".")
+            own = shard["_orig_name"]
+            whole = f"{prefix}.{own}" if prefix else own
             self._add_shards(whole, name, shard, opened)
 
     def _add_shards(

@@ -237,12 +237,12 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without nesting: an entry for each parameter and option, as torch's has."""
     flat: dict[str, Any] = {}
 
-    def put(path: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, entry in value.items():
-                put(f"{path}.{key}", entry)
-        else:
-            flat[path] = value
+    def put(path: str, entries: Mapping[Any, Any]) -> None:
+        for key, value in entries.items():
+            if isinstance(value, dict):
+                put(f"{path}.{key}", value)
+            else:
+                flat[f"{path}.{key}"] = value
 
     for name, entries in state["state"].items():
         put(f"state.{name}", entries)
