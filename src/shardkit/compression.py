@@ -238,9 +238,9 @@ def find_matrices(
 
 
 def rest_of(matrices: Sequence[Matrix], flat: Tensor) -> list[Tensor]:
-    """Return the parts of a range that are in no matrix; these are in order."""
-    starts = [0, *(matrix.stop for matrix in matrices)]
-    stops = [*(matrix.start for matrix in matrices), flat.numel()]
+    """Return the parts of a range that are in no matrix."""
+    starts = [0, *sorted(matrix.stop for matrix in matrices)]
+    stops = [*sorted(matrix.start for matrix in matrices), flat.numel()]
     return [flat[a:b] for a, b in zip(starts, stops, strict=True) if a < b]
 
 

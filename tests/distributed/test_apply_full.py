@@ -15,6 +15,7 @@ from shardkit import (
     FSDPModule,
     ShardedTensor,
     apply_full,
+    fully_shard,
 )
 from workers import on_ranks
 
@@ -79,6 +80,28 @@ def test_one_seed_gives_the_parameters_of_a_plain_model(
 
 def seeded_on(mesh: tuple[int, ...], meta: bool) -> list[str]:
     return seeded(mesh, meta=meta)
+
+
+class Applied(nn.Module):
+    """A layer whose method `apply` is another than torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply(x)
+
+
+@on_ranks(2)
+def test_modules_may_have_a_method_of_this_name() -> None:
+    model = fully_shard(nn.Sequential(Applied(), Applied()), make_mesh((2,)))
+    seen = []
+    apply_full(model, lambda module: seen.append(type(module)))
+    assert seen == [Applied, Applied, type(model)]
 
 
 @on_ranks(2)

@@ -24,7 +24,13 @@ from reference import (
     rank_batch,
     shard,
 )
-from shardkit import CheckpointError, CPUOffloadPolicy, MixedPrecisionPolicy, StateError
+from shardkit import (
+    CheckpointError,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    StateError,
+    compression,
+)
 from shardkit.compression import PowerSGD, bf16_compress, compress_gradients, fp16_compress
 from workers import on_ranks
 
@@ -55,6 +61,13 @@ def plain_and_sharded(mesh: tuple[int, ...], **options: typing.Any) -> tuple[nn.
 def full_rank(**options: typing.Any) -> PowerSGD:
     """Compress everything that has rows, but leave nothing out."""
     return PowerSGD(10_000, start_after=0, min_compression_rate=0.0, **options)
+
+
+def test_the_rest_of_a_range_whatever_the_order() -> None:
+    places = {"late": (6, 1, 3), "early": (1, 2, 2)}
+    matrices = [compression.Matrix(name, *place, rank=1) for name, place in places.items()]
+    rest = compression.rest_of(matrices, torch.arange(10))
+    assert [part.tolist() for part in rest] == [[0], [5], [9]]
 
 
 # --- nothing is lost where nothing need be --------------------------------------------------------

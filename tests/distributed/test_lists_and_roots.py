@@ -315,6 +315,26 @@ def test_two_roots_share_streams_and_memory(spawn: Spawn) -> None:
         assert_within(found, grad=2e-6)
 
 
+@on_ranks(2)
+def test_a_layer_runs_alone_before_its_root_and_after() -> None:
+    """It was a root itself, then one in another; what was sharded since has it look anew."""
+    mesh, x = make_mesh((2,)), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = copy.deepcopy(plain)
+    for module in (*model[:3], model):  # Which has the last layer's parameters.
+        fully_shard(module, mesh)
+    differences = Differences()
+    for each in (model, plain):
+        each[0](x).sum().backward()
+        each(x).sum().backward()
+        fully_shard(nn.Linear(2, 2), mesh)
+        each[0](x).sum().backward()
+        each.zero_grad()
+        (each[1](x) + each[0](x) + each[2](x)).square().sum().backward()
+    differences.note_grads(model, plain)
+    assert_within([differences], grad=TOLERANCE)
+
+
 # --- after exceptions ---------------------------------------------------------------------------
 
 

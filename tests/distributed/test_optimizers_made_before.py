@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import typing
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -126,6 +127,7 @@ class Slots(torch.optim.Optimizer):
             state = self.state[param]
             if not state:
                 state["slots"] = [torch.zeros_like(param), {"second": torch.zeros_like(param)}]
+                state["opaque"] = OrderedDict(kept={torch.zeros_like(param)})
                 state["count"] = torch.zeros(())
                 state["table"] = torch.ones(3)
             first, second = state["slots"][0], state["slots"][1]["second"]
@@ -145,6 +147,7 @@ def test_state_in_lists_is_cut_and_numbers_stay() -> None:
     for param, state in optimizers[1].state.items():
         assert isinstance(state["slots"][0], ShardedTensor)
         assert isinstance(state["slots"][1]["second"], ShardedTensor)
+        assert type(state["opaque"]) is OrderedDict, "nothing in it is cut"
         # That of the parameter without dimensions, too: the others tell that it is a number.
         assert type(state["count"]) is type(state["table"]) is Tensor, param
     assert_within([compared(models)], parameter=EXACT)

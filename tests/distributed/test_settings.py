@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import typing
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 
 from models import CASES
 from parity import Ranks, compare_training, on_meshes
-from reference import LOSS_TOLERANCE, STEPS, Differences, assert_within, make_mesh, shard
+from reference import LOSS_TOLERANCE, STEPS, Differences, assert_within, make_mesh, my_batch, shard
 from shardkit import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    StateError,
     fully_shard,
 )
+from shardkit._compat import torch_fsdp2
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -157,6 +160,63 @@ def test_settings_leave_the_numbers_of_gpt_as_they_are(run: Run, setting: str) -
 @on_meshes((2,), (2, 2), xla=())  # They take process groups.
 def test_custom_collectives_leave_the_numbers_as_they_are(run: Run, name: str) -> None:
     check(run(train_with_setting, "custom_collectives", name))
+
+
+# --- symmetric memory -----------------------------------------------------------------------------
+
+
+class MadeFor:
+    """As FSDP2's collectives out of symmetric memory: each is made for one group of ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        assert backend == "NCCL"
+        dist.barrier(group)
+        made.append((type(self), group))
+        self._group = group
+
+    def __call__(self, *args: typing.Any, group: typing.Any, **options: typing.Any) -> typing.Any:
+        assert group is self._group
+        return super().__call__(*args, group=group, **options)  # type: ignore[misc]
+
+
+class GatherFor(MadeFor, Gather):
+    pass
+
+
+class ScatterFor(MadeFor, Scatter):
+    pass
+
+
+made: list[tuple[type, dist.ProcessGroup]] = []
+
+
+@on_ranks(2)
+def test_symmetric_memory_is_set_up_where_it_is_used() -> None:
+    case, mesh = CASES["mlp"], make_mesh((2,))
+    reference = case.make()
+    model: typing.Any = fully_shard(copy.deepcopy(reference), mesh)
+
+    def choose(max_bytes: int, expected: list[type]) -> None:
+        made.clear()
+        model.set_symm_mem_for_comm(max_bytes=max_bytes)
+        assert [kind for kind, _ in made] == expected
+
+    with mock.patch.object(torch_fsdp2, "symmetric_kinds", return_value=[GatherFor, ScatterFor]):
+        choose(0, [])
+        choose(1 << 20, [GatherFor])
+        model.set_force_sum_reduction_for_comms(True)
+        choose(1 << 20, [GatherFor, ScatterFor])
+        differences = compare_training(case, model, reference)
+        # Reductions have a group of their own on gloo.
+        assert [kind for kind, _ in made] == [GatherFor, ScatterFor, ScatterFor]
+        choose(0, [])
+        calls = Gather.calls
+        case.loss(model, my_batch(case, 0)).backward()
+        assert Gather.calls == calls
+        model.set_custom_all_gather(Gather())
+        with pytest.raises(StateError, match="communicates by functions of yours"):
+            model.set_symm_mem_for_comm()
+    check([differences])
 
 
 def train_with_options(name: str, options: dict[str, typing.Any]) -> Differences:

@@ -251,7 +251,8 @@ def symmetric_memory(run: Run) -> Training:
     """Small groups communicate out of symmetric memory: here the root's, and not the blocks'."""
     training = Training(run)
     comms = Gathers(), Scatters()
-    with mock.patch.object(torch_fsdp2, "symmetric_comms", return_value=comms):
+    kinds = [lambda *_, comm=comm: comm for comm in comms]
+    with mock.patch.object(torch_fsdp2, "symmetric_kinds", return_value=kinds):
         for module in (training.model, *training.model.blocks):
             module.set_force_sum_reduction_for_comms(True)
             module.set_symm_mem_for_comm(max_bytes=_LARGEST_NBYTES)

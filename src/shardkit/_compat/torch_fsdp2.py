@@ -2,7 +2,8 @@
 
 | branch | until which torch |
 | --- | --- |
-| ``symmetric_comms``: there are none | 2.10 |
+| ``symmetric_kinds``: there are none | 2.10 |
+| ``symmetric_kinds``: there is an all-gather only | 2.12 |
 | ``mesh_info_of``: there are no answers of this kind | 2.12 |
 """
 
@@ -61,24 +62,35 @@ def mesh_info_of(answer: Any) -> MeshInfo | None:
     )
 
 
-def symmetric_comms(axis: Any, device_type: str, backend: str) -> tuple[Any, Any] | None:
-    """Return FSDP2's all-gather and reduce-scatter (from 2.13 on) out of symmetric memory.
+def symmetric_kinds(device_type: str) -> list[Any]:
+    """Return FSDP2's classes of collectives out of symmetric memory: all-gather, reduce-scatter.
 
-    None: torch has none for these devices. Collective over `axis`, whose ``group`` torch made. Not
-    tried on a card.
+    The second from torch 2.13 on; none at all for other devices than CUDA's.
     """
     if device_type != "cuda":
-        return None
+        return []
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: TID251
     except ImportError:
-        return None
+        return []
     names = ("SymmMemAllGather", "SymmMemReduceScatter")
-    gather, scatter = (getattr(_fsdp_collectives, name, None) for name in names)
-    if gather is None:
-        return None
-    group = axis.group
-    return gather(group, backend), None if scatter is None else scatter(group, backend)
+    return [getattr(_fsdp_collectives, n) for n in names if hasattr(_fsdp_collectives, n)]
+
+
+class SymmetricComm:
+    """FSDP2's collective of one kind, over whichever group it is called with. Not tried on a card.
+
+    FSDP2 makes it for one group, whose communicator a barrier makes ready. Here that is done for
+    `group` at once, and for others (neighbours, separate reductions) with their first call.
+    """
+
+    def __init__(self, kind: Any, group: Any, backend: str) -> None:
+        self._over = functools.cache(lambda group: kind(group, backend))
+        self.allocate = self._over(group).allocate
+
+    def __call__(self, *, group: Any, **options: Any) -> Any:
+        """Start it."""
+        return self._over(group)(group=group, **options)
 
 
 def _contract() -> Any:

@@ -123,7 +123,21 @@ class SavedOperators:
                 yield
 
         first, again = create_selective_checkpoint_contexts(self.decide or decide)
-        return first, from_the_beginning(again)
+        return first, _EachTime(from_the_beginning, again) if self.counted else again
+
+
+class _EachTime:
+    """A context that is made each time that it is entered: a backward may come more than once."""
+
+    def __init__(self, make: Callable[[Any], Any], inner: Any) -> None:
+        self._make = functools.partial(make, inner)
+
+    def __enter__(self) -> None:
+        self._made = self._make()
+        self._made.__enter__()
+
+    def __exit__(self, *error: object) -> Any:
+        return self._made.__exit__(*error)
 
 
 # --- checkpointed forwards ------------------------------------------------------------------------
@@ -213,9 +227,9 @@ class _TracedRepeat:
     def contexts(self) -> tuple[Any, Any]:
         """Return contexts of the forward and of its repetition."""
         if self._saved is None:
-            return contextlib.nullcontext(), self._again(contextlib.nullcontext())
+            return contextlib.nullcontext(), _EachTime(self._again, contextlib.nullcontext())
         first, again = self._saved.contexts()
-        return first, self._again(again)
+        return first, _EachTime(self._again, again)
 
     @contextlib.contextmanager
     def _again(self, context: Any) -> Iterator[None]:

@@ -691,26 +691,28 @@ class FSDPModule(_Base):
         """
         _refuse_comm(self, "set_symm_mem_for_comm", backend)
         for group in groups_in(self, recurse=False):
-            comm = group.settings.comm
-            if comm.all_gather is not None or comm.reduce_scatter is not None:
+            comm, device_type = group.settings.comm, group.mesh.device_type
+            known = {type(comm.all_gather), type(comm.reduce_scatter)}
+            if not known <= {type(None), torch_fsdp2.SymmetricComm}:
                 msg = (
                     f"set_symm_mem_for_comm: {group.name!r} communicates by functions of yours. "
                     f"Use one or the other."
                 )
                 raise StateError(msg)
-            device_type, made = group.mesh.device_type, None
-            for axis in dict.fromkeys(bucket.plan.axis for bucket in group.buckets):
-                made = torch_fsdp2.symmetric_comms(axis, device_type, backend)
-            if made is None:
+            kinds = torch_fsdp2.symmetric_kinds(device_type)
+            if not kinds:
                 msg = (
                     f"set_symm_mem_for_comm: {group.name!r} is on {device_type!r} "
                     f"devices and torch is {torch.__version__}; symmetric memory of {backend} is "
                     f"there on CUDA devices, from torch 2.11 on. Leave the call out."
                 )
                 raise StateError(msg)
-            if group.unsharded_nbytes <= max_bytes:
-                comm.all_gather = made[0]
-                comm.reduce_scatter = made[1] if comm.force_sum else None
+            num_used = 1 + comm.force_sum if group.unsharded_nbytes <= max_bytes else 0
+            axis: Any = group.buckets[0].plan.axis
+            made: list[Any] = [
+                torch_fsdp2.SymmetricComm(kind, axis.group, backend) for kind in kinds[:num_used]
+            ]
+            comm.all_gather, comm.reduce_scatter, *_ = *made, None, None
 
     def set_separate_reduce_scatter_group(
         self,

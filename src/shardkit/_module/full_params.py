@@ -43,7 +43,6 @@ class WholeBucket:
     def __init__(self, bucket: Bucket, options: _Options, *, keep: bool) -> None:
         self._bucket = bucket
         self._options = options
-        self._version = bucket.store.shard_version
         self.params = [
             self._new_param(index, whole)
             for index, whole in self._gather(bucket.sharded, keep=keep).items()
@@ -52,6 +51,7 @@ class WholeBucket:
             grads = [param.grad for param in bucket.sharded]
             for index, grad in self._gather(grads, keep=keep).items():
                 self.params[index].grad = grad
+        self._version = bucket.store.shard_version
         bucket.sites.show_others(self.params or None)
 
     @torch.no_grad()
@@ -273,8 +273,7 @@ def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
     """
     groups = _groups_to_show(module, recurse=True)
     _check_idle(module, groups, "apply_full")
-    order: list[nn.Module] = []
-    module.apply(order.append)
+    order = list(_post_order(module))
     spans = {group: _span(order, group) for group in groups}
     with contextlib.ExitStack() as stack:
         open_groups: dict[ParamGroup, contextlib.ExitStack] = {}
@@ -314,6 +313,13 @@ def _outermost_groups(module: nn.Module) -> Iterator[ParamGroup]:
     yield from own
     for child in module.children() if not own else ():
         yield from _outermost_groups(child)
+
+
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules as ``nn.Module.apply`` comes to them; they may have methods of this name."""
+    for child in module.children():
+        yield from _post_order(child)
+    yield module
 
 
 def _span(order: list[nn.Module], group: ParamGroup) -> tuple[int, int]:

@@ -156,13 +156,14 @@ class ModuleState:
         groups += awaited
         runtime = Runtime(groups, self.settings, share)
         note_groups(groups)
-        if self.runtime is not None:
-            runtime.optimizer_event = self.runtime.optimizer_event
-            self.runtime.optimizer_event = None
-            gone = [g.modules for g in self.runtime.groups if g not in groups]
+        before = self.runtime  # Which the loop may take from this module, too.
+        if before is not None:
+            runtime.optimizer_event = before.optimizer_event
+            before.optimizer_event = None
+            gone = [g.modules for g in before.groups if g not in groups]
             for module in _modules_in(itertools.chain.from_iterable(gone)):
                 left = get_state(module)
-                if left is not None and left.runtime is self.runtime:
+                if left is not None and left.runtime is before:
                     left.runtime = None  # A root of its own, if it runs again.
         for group in filter(groups.__contains__, entered):
             runtime.reductions.order.enter_forward(group.index)

@@ -304,7 +304,8 @@ class StandIns(TorchFunctionMode):
     def __enter__(self) -> Self:
         for place in self._places:
             place.put(self._stand_ins[id(place.tensor)])
-        super().__enter__()  # type: ignore[no-untyped-call]
+        if self._loans:
+            super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def results(self) -> dict[int, Tensor]:
@@ -318,7 +319,8 @@ class StandIns(TorchFunctionMode):
         return {key for key, found in wanted if found.is_meta or is_unwritten(found)}
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._loans:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
         held = [
             (self._loans[id(place.tensor)], place.tensors.get(place.attribute))
             for place in self._places
@@ -380,11 +382,10 @@ class StandIns(TorchFunctionMode):
         for loan in touched.values():
             if loan.is_loaded:
                 continue
-            aliases = [t for t in tensors if self._loan_of(t) is loan]
-            is_alone = name in _OVERWRITES and aliases == tensors[:1]
+            is_alone = name in _OVERWRITES and loan not in map(self._loan_of, tensors[1:])
             # All of what is lent, each element once.
-            is_all = tensors[0].numel() == loan.whole.numel() and tensors[0].is_contiguous()
-            self._load(loan, is_overwritten=is_alone and is_all)
+            is_whole = is_alone and tensors[0].numel() == loan.whole.numel()
+            self._load(loan, is_overwritten=is_whole and tensors[0].is_contiguous())
         return [*touched.values()]
 
     def _loan_of(self, tensor: Tensor) -> _Loan | None:

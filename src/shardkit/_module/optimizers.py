@@ -24,13 +24,12 @@ from torch.optim.optimizer import (
 
 from shardkit._errors import OptimizerError, StateError
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
-from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, map_leaves
+from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, leaves_of, map_leaves
 from shardkit._runtime.agreement import is_on_part, note_step, rank_of_copy
 from shardkit._runtime.group import STATE_ATTRIBUTE
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import begin_step, end_step
 from shardkit._text import listed
-from shardkit._tree import iter_tensors
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def cut_whole_state(optimizer: Optimizer, *_: Any) -> None:
     for param, state in optimizer.state.items():
         if isinstance(param, ShardedTensor):
             for name, value in state.items():
-                leaves = list(iter_tensors(value, depth=0))
+                leaves = [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
                 _check_has_values(optimizer, leaves, name, param)
                 is_number = param.ndim == 0 and name in numbers
                 if not is_number and any(_is_whole(leaf, param) for leaf in leaves):

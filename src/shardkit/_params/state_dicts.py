@@ -50,6 +50,13 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves that `map_leaves` changes."""
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return found
+
+
 @torch.no_grad()
 def whole_tensor(tensor: Tensor, *, keep: bool, to_cpu: bool) -> Tensor | None:
     """Return a sharded tensor or DTensor as a plain one of the whole, others as a copy. Collective.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import wrap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -298,6 +299,37 @@ def test_operators_that_are_kept_are_not_called_again(
         # Gradients of products are `mm`.
         assert (counts["addmm"], counts["tanh"]) == (2 * products, 2 * tanhs)
     assert model.blocks[0].norm.num_batches_tracked == 2
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.sinh(x * self.weight)
+        return x.sin(), x.cos()
+
+
+@pytest.mark.parametrize("operators", [None, "matmuls", "every_second_matmul", keep_tanh])
+def test_outputs_may_go_backward_one_after_the_other(operators: typing.Any) -> None:
+    plain = TwoOutputs()
+    model = checkpoint_module(copy.deepcopy(plain), operators=operators)
+    x = torch.randn(3, DIM)
+    for each in (model, plain):
+        first, second = each(x)
+        first.sum().backward(retain_graph=True)
+        second.sum().backward()
+    assert torch.allclose(model.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.parametrize("operators", ["matmuls", [torch.ops.aten.tanh], keep_tanh])
+def test_what_traces_finds_modes_of_torch(operators: typing.Any) -> None:
+    """It refuses other contexts."""
+    model = checkpoint_module(Mlp(), operators=operators)
+    weights = [*model.parameters()]
+    graph = make_fx(lambda x: torch.autograd.grad(model(x).sum(), weights))(torch.randn(3, DIM))
+    assert "aten.tanh.default" in graph.code
 
 
 def test_attention_is_kept_with_the_products() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from recording import recording_mesh
 from shardkit import ShardedTensor, fully_shard, materialize
+from shardkit._module.materialize import StandIns
 
 pytestmark = pytest.mark.helpers
 
@@ -468,6 +469,49 @@ def test_a_parent_may_show_one_tensor_in_the_place_of_another() -> None:
     model = materialize(on_meta(Aliasing))
     assert all((param == 2.0).all() for param in model.parameters())
     assert model.first.weight is not model.second.weight
+
+
+class Mixing(nn.Module):
+    """Mixes rows of what a module inside holds by a sparse matrix, and keeps copies of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        self.register_buffer("first", torch.empty(3, 3))
+        self.register_buffer("columns", torch.empty(3, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.first.copy_(self.inner.weight)
+            self.columns.copy_(self.inner.weight[:, 1:])
+            if not self.first.is_meta:
+                with torch.device("cpu"):
+                    mixing = torch.ones(3, 3).to_sparse_csr()
+                self.inner.weight.copy_(mixing @ self.inner.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("shard", [on_meta, sharded_alone])
+def test_a_parent_copies_and_mixes_what_its_child_holds(
+    shard: typing.Callable[[typing.Any], typing.Any],
+) -> None:
+    torch.manual_seed(3)
+    plain = Mixing()
+    model = shard(Mixing)
+    torch.manual_seed(3)
+    materialize(model)
+    assert_equal(model, plain)
+
+
+def test_a_module_without_others_inside_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function of torch is looked at where nothing is lent: so it is on XLA for all modules."""
+    monkeypatch.delattr(StandIns, "__torch_function__")
+    model = materialize(on_meta(lambda: nn.Linear(3, 3)))
+    assert not model.weight.is_meta
 
 
 def test_only_touched_tensors_are_whole() -> None:
