@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 
+from allocated import past_shared_memory
 from models import CASES
 from parity import Ranks, on_meshes
 from reference import OPTIMIZERS, make_mesh, my_batch, shard
@@ -66,6 +67,7 @@ def test_dummies_warn_at_the_first_step_only(run: Run, options: dict[str, bool])
         assert found["grads"] == [shapes] * 3
 
 
+@past_shared_memory()
 def count_bytes(mesh_shape: tuple[int, ...], options: dict[str, bool]) -> dict[str, int]:
     """Return how many collectives of each kind a step issues."""
     case = CASES["gpt"]

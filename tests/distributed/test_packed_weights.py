@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from allocated import past_shared_memory
 from parity import compare_training
 from quantized import LAYERS, Nibbles, live_nbytes, nbytes_at_rest, quantized_case
 from recording import recording_mesh
@@ -108,6 +109,7 @@ def test_ranks_that_own_nothing_of_a_weight_gather_it(spawn: Spawn) -> None:
 SLACK = 4096  # Bytes of small tensors that steps make.
 
 
+@past_shared_memory()
 def measure_memory(kind: str) -> tuple[int, int, int]:
     """Return the bytes of a large model before it is sharded, after that, and after two steps."""
     case = quantized_case(kind, width=2**14)
