@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from allocated import past_shared_memory
 from reference import make_mesh
 from shardkit import fully_shard, record
 from shardkit.backends.process_group import WorkHandle
@@ -120,6 +121,7 @@ def slow_to_receive(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@past_shared_memory()  # There is no link in that.
 def train_with(folder: str, shape: tuple[int, ...], delays: list[Delay]) -> None:
     """Record some steps with each of the delays."""
     mesh = make_mesh(shape)

@@ -11,6 +11,8 @@ _REASONS = {
     "accelerators sum in the dtype on the wire",
     "test_batch_normalization_trains_as_in_ddp": "DDP asks its work for a future, which simulated "
     "collectives have not got",
+    "test_symmetric_memory_is_set_up_where_it_is_used": "it counts the groups of gloo, where "
+    "reductions have one of their own; the scenario symmetric_memory runs there",
     "[of_inputs": "a plain model on the simulated device has no forward-mode gradients either",
     "[of_parameters": "a plain model on the simulated device has no forward-mode gradients either",
     "[forward_mode": "a plain model on the simulated device has no forward-mode gradients either",
