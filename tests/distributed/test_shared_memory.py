@@ -36,7 +36,8 @@ def exchanges() -> Iterator[list[int]]:
     share = shared_memory.SharedMemory.share
 
     def counting(self: typing.Any, block: typing.Any, nbytes: int, lane: int) -> typing.Any:
-        found.append(nbytes)
+        if nbytes > 1:  # Else it is tried whether it works.
+            found.append(nbytes)
         return share(self, block, nbytes, lane)
 
     with mock.patch.object(shared_memory.SharedMemory, "share", counting):
@@ -155,17 +156,23 @@ def test_none_share_if_one_cannot(spawn: Spawn, name: str, rank: int) -> None:
     assert spawn(connect_with, 3, name, rank) == [False] * 3
 
 
-def connect_where_it_fails(on_rank: int) -> bool:
+def connect_where_it_fails(function: str, error: Exception, on_rank: int) -> bool:
     def fail(*_: typing.Any) -> None:
-        raise ConnectionRefusedError
+        raise error
 
     with mock.patch.object(shared_memory, "_CONNECT_S", 1.0):
-        return connected(mock.patch.object(shared_memory, "_meet", fail), on_rank)
+        return connected(mock.patch.object(shared_memory, function, fail), on_rank)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_none_share_if_one_does_not_reach_the_others(spawn: Spawn, rank: int) -> None:
-    assert spawn(connect_where_it_fails, 3, rank) == [False] * 3
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("_meet", ConnectionRefusedError()), ("_mapped", RuntimeError("not permitted"))],
+)
+def test_none_share_if_one_does_not_reach_the_others(
+    spawn: Spawn, function: str, error: Exception, rank: int
+) -> None:
+    assert spawn(connect_where_it_fails, 3, function, error, rank) == [False] * 3
 
 
 @on_ranks(3)

@@ -1,7 +1,7 @@
 """Ranks of one host give each other small tensors in memory that they share, past gloo's sockets.
 
 Over loopback gloo copies what is sent four times, in threads that take cores from compute. Here a
-rank writes what others need into a block of its own, and tells them where by a message of 32 bytes;
+rank writes what others need into a block of its own, and tells them where by a message of 40 bytes;
 they read it there. Nobody waits for room: where no block is free a new one is made.
 
 Blocks are anonymous memory, whose descriptors travel with the messages. So there is no file, no
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _MAX_RANKS = 8
 """Each is connected with each, and reads what each has."""
 
-_MESSAGE = struct.Struct("<IIQQQ")
-"""Lane, number of the block, bytes in it, and how many messages of each lane were read."""
+_MESSAGE = struct.Struct("<IIQQQQ")
+"""Lane, block, number of the message, bytes, and how many messages of each lane were read."""
 
 _NUM_LANES = 2
 _SMALLEST_BLOCK = 1 << 16
@@ -138,7 +138,7 @@ class SharedMemory:
 
     Args:
         connections: A connection with each other rank, by position.
-        timeout_s: Seconds after which a wait for a rank ends in an error; None: never.
+        timeout_s: Limit of `set_timeout`.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float | None) -> None:
@@ -147,15 +147,20 @@ class SharedMemory:
         self._free: list[Block] = []
         self._num_blocks = 0
         self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._reading = threading.RLock()
         self._sender: threading.Thread | None = None
         self._pid = os.getpid()
         # When nobody waits any more. A method of this object could come after that of a socket.
         weakref.finalize(self, _close_all, list(connections.values())).atexit = False
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Choose after how many seconds a wait for a rank ends in an error; None: never."""
+        part, whole = math.modf(timeout_s or 0.0)
+        limit = struct.pack("@ll", int(whole), int(part * 1e6))
         for peer in self._peers:
             # Not `settimeout`, with which Python asks the system twice for each message.
             peer.connection.setblocking(True)
-            after = math.modf(timeout_s or 0.0)  # 0: never.
-            limit = struct.pack("@ll", int(after[1]), int(after[0] * 1e6))
             peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     @property
@@ -209,7 +214,7 @@ class SharedMemory:
             own.num_sent += 1
             own.in_use.append((number, block))
             num_read = [each.num_read for each in self._lanes]
-            message = _MESSAGE.pack(lane, block.number, nbytes, *num_read)
+            message = _MESSAGE.pack(lane, block.number, number, nbytes, *num_read)
             descriptor, block.descriptor = block.descriptor, None
             for peer in self._peers:
                 peer.unsent.append((message, None if descriptor is None else os.dup(descriptor)))
@@ -275,13 +280,16 @@ class SharedMemory:
                 return False
             msg = "a wait for a tensor in shared memory has ended: the connection was closed"
             raise RuntimeError(msg)
-        lane, block, nbytes, *peer.num_read = _MESSAGE.unpack(message)
+        lane, block, number, nbytes, *peer.num_read = _MESSAGE.unpack(message)
         for _, _, data in extra:
             descriptor = int.from_bytes(data[:4], sys.byteorder)
             peer.blocks[block] = _mapped(descriptor)
             os.close(descriptor)
-        number, own = peer.num_received[lane], self._lanes[lane]
+        if number != peer.num_received[lane]:
+            msg = "a tensor in shared memory was lost: a signal has interrupted a wait for it"
+            raise RuntimeError(msg)
         peer.num_received[lane] += 1
+        own = self._lanes[lane]
         if number >= own.num_read and number not in own.read_early:  # Else nobody waits for it.
             peer.unread[lane][number] = peer.blocks[block][:nbytes]
         return True
@@ -293,12 +301,13 @@ class SharedMemory:
     def note_read(self, lane: int, number: int) -> None:
         """Know that nobody here needs what was shared by the messages of a number."""
         own = self._lanes[lane]
-        for peer in self._peers:
-            peer.unread[lane].pop(number, None)
-        own.read_early.add(number)
-        while own.num_read in own.read_early:
-            own.read_early.remove(own.num_read)
-            own.num_read += 1
+        with self._reading:  # Garbage is collected in any thread, and inside of this as well.
+            for peer in self._peers:
+                peer.unread[lane].pop(number, None)
+            own.read_early.add(number)
+            while own.num_read in own.read_early:
+                own.read_early.remove(own.num_read)
+                own.num_read += 1
 
     # --- the end ---
 
@@ -388,14 +397,16 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
         if listener is None or any(each is None or each.host != host for each in addresses):
             return None
         connections: dict[int, socket.socket] = {}
-        with contextlib.suppress(OSError):
+        memory = None
+        with contextlib.suppress(OSError, RuntimeError):  # The system may allow less than Linux's.
             _meet(listener, group.rank(), addresses, connections)
-        is_connected = len(connections) == group.size() - 1
-        if not all(exchange(is_connected, group, of)):
-            for connection in connections.values():
-                connection.close()
+            memory = _tried(connections)
+        if not all(exchange(memory is not None, group, of)):
+            _close_all([*connections.values()])
             return None
-    return SharedMemory(connections, torch_groups.timeout_of(group))
+    assert memory is not None
+    memory.set_timeout(torch_groups.timeout_of(group))
+    return memory
 
 
 def _host() -> str:
@@ -404,6 +415,15 @@ def _host() -> str:
         with contextlib.suppress(OSError):
             return f"{boot_and_namespace()}{Path('/proc/self/ns/net').readlink()}"
     return ""
+
+
+def _tried(connections: Mapping[int, socket.socket]) -> SharedMemory:
+    """Return shared memory after a byte has gone through it."""
+    memory = SharedMemory(connections, _CONNECT_S)
+    shared = memory.share(memory.block(1), 1, 0)
+    shared.wait()
+    shared.close()
+    return memory
 
 
 def _meet(

@@ -242,6 +242,16 @@ def test_a_wait_ends_after_the_time_of_the_process_group() -> None:
     assert 0.2 < time.monotonic() - began < 5
 
 
+def test_a_message_that_was_lost_is_noticed() -> None:
+    """A signal may raise in the moment when a message has been received."""
+    first, second = connected(2)
+    share(second, 1), share(second, 2)
+    (peer,) = first._peers  # noqa: SLF001
+    peer.connection.recv(1000)
+    with pytest.raises(RuntimeError, match="lost"):
+        share(first, 3).wait()
+
+
 def test_a_forked_process_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = connected(2)
     with monkeypatch.context() as patch:
