@@ -100,10 +100,12 @@ def in_each(
         args: Its first arguments.
 
     Returns:
-        By the name of the case, what ``fn`` returned. An error tells in which case it was raised.
+        By the name of the case, what ``fn`` returned. An error tells in which case it was raised,
+        and the output of a rank that hangs or dies ends with the name of its case.
     """
     found = {}
     for name, choice in choices.items():
+        print(f"case {name!r}", flush=True)
         torch.manual_seed(0)  # As at the beginning of a call.
         try:
             found[name] = fn(*args, choice)
