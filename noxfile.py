@@ -90,6 +90,33 @@ ON_EVERY_TORCH = [
     ),
 ]
 
+# What is left out of that: tests of code that does not use torch, and mutations that test a test.
+# The sessions `tests` and `helpers` run them once, and another version of torch changes nothing.
+WITHOUT_TORCH = [
+    *(
+        f"--ignore=tests/unit/{name}"
+        for name in (
+            "schedule",
+            "backends/watch/test_diagnosis.py",
+            "backends/watch/test_sequence.py",
+            "config/test_config_fields.py",
+            "doctor/test_findings.py",
+            "planning/test_replay.py",
+            "test_architecture.py",
+            "test_docstrings.py",
+            "test_litter.py",
+            "test_mesh.py",
+            "test_names.py",
+            "test_profiles.py",
+            "test_tried_versions.py",
+            "tracing/test_exposed.py",
+            "tracing/test_late.py",
+            "tracing/test_records.py",
+        )
+    ),
+    "--deselect=tests/property/test_checkpoint_directories.py::test_mutations_are_found",
+]
+
 # What `examples` runs: a number of ranks, a script of examples/, its options.
 EXAMPLES = [
     (2, "digits"),
@@ -223,9 +250,9 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("torch", [nox.param(v, id=v) for v in VERSIONS])
 def versions(session: nox.Session, torch: str) -> None:
-    """Run unit, property and parity tests on every version of torch that is supported."""
+    """Run unit, property and parity tests of what uses torch on every version that is supported."""
     install(session, "test", torch=f"torch=={torch}")
-    run_tests(session, f"{NEED_NOTHING} and not streams", ON_EVERY_TORCH)
+    run_tests(session, f"{NEED_NOTHING} and not streams", (*ON_EVERY_TORCH, *WITHOUT_TORCH))
 
 
 @nox.session
@@ -354,7 +381,8 @@ def xla(session: nox.Session) -> None:
     session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)
     session.run("python", "examples/resnet.py", "--device", "xla", env=on_xla)
     session.run("python", "examples/train_gpt.py", "--device", "xla", "--steps", "20", env=on_xla)
-    wanted = (*ON_EVERY_TORCH, *(fresh_examples() if os.environ.get("CI") else ()))
+    fresh = fresh_examples() if os.environ.get("CI") else ()
+    wanted = (*ON_EVERY_TORCH, *WITHOUT_TORCH, *fresh)
     run_tests(session, f"{NEED_NOTHING} and not streams", wanted, success_codes=codes)
 
 

@@ -78,7 +78,12 @@ def _on_device(request: pytest.FixtureRequest, spawn: workers.Spawn) -> workers.
     def on_device(
         fn: typing.Any, world_size: int, *args: typing.Any, timeout_s: float = 60
     ) -> typing.Any:
-        return spawn(simulated, world_size, fn, *args, timeout_s=timeout_s)
+        if fn is workers.in_each:  # Each case has a device of its own.
+            choices, *args_of_case = args
+            call: tuple[typing.Any, ...] = (fn, world_size, choices, simulated, *args_of_case)
+        else:
+            call = (simulated, world_size, fn, *args)
+        return spawn(*call, timeout_s=timeout_s)
 
     return on_device
 

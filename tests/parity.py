@@ -49,9 +49,10 @@ from reference import (
     step_all,
     train,
 )
+from workers import in_each
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from models import Batch, Case
     from shardkit import DeviceMesh
@@ -302,7 +303,33 @@ class Run:
     spawn: Spawn
 
     def __call__(self, case: Callable[..., typing.Any], *args: typing.Any) -> list[typing.Any]:
-        return STARTS[self.backend](self.spawn, self.mesh_shape, case, *args)
+        return self._start(case, *args)
+
+    def each(
+        self, choices: Mapping[str, object], case: Callable[..., typing.Any], *args: typing.Any
+    ) -> dict[str, list[typing.Any]]:
+        """Run several cases in one call: ``case(ranks, *args, choice)``, each with a mesh anew.
+
+        Args:
+            choices: The last argument of the case by a name for it, which errors tell.
+            case: The case.
+            args: Its first arguments.
+
+        Returns:
+            By name, what ``run(case, *args, choice)`` would return.
+        """
+        found = self._start(case, *args, choices=choices)
+        return {name: [of_rank[name] for of_rank in found] for name in choices}
+
+    def _start(
+        self, *call: typing.Any, choices: Mapping[str, object] | None = None
+    ) -> list[typing.Any]:
+        spawn, in_rank = STARTS[self.backend](self.spawn)
+        world_size = math.prod(self.mesh_shape)
+        if choices is None:
+            return spawn(in_rank, world_size, self.mesh_shape, *call)
+        call = (choices, in_rank, self.mesh_shape, *call)
+        return spawn(in_each, world_size, *call, timeout_s=60 + 20 * len(choices))
 
 
 def run_in_process(
@@ -312,29 +339,33 @@ def run_in_process(
     return case(Ranks(make_mesh(mesh_shape)), *args)
 
 
-def _start_processes(
-    spawn: Spawn, mesh_shape: tuple[int, ...], *call: typing.Any
-) -> list[typing.Any]:
-    return spawn(run_in_process, math.prod(mesh_shape), mesh_shape, *call)
+def _start_processes(spawn: Spawn) -> tuple[Spawn, Callable[..., typing.Any]]:
+    return spawn, run_in_process
 
 
-def _start_here(spawn: Spawn, mesh_shape: tuple[int, ...], *call: typing.Any) -> list[typing.Any]:
+def _start_here(spawn: Spawn) -> tuple[Spawn, Callable[..., typing.Any]]:
     from xla_ranks import run_on_xla
 
     del spawn
-    return [run_on_xla(mesh_shape, *call)]
+    return _call_here, run_on_xla
 
 
-def _start_replicas(
-    spawn: Spawn, mesh_shape: tuple[int, ...], *call: typing.Any
+def _call_here(
+    fn: Callable[..., typing.Any], world_size: int, *args: typing.Any, timeout_s: float = 60
 ) -> list[typing.Any]:
+    del world_size, timeout_s
+    return [fn(*args)]
+
+
+def _start_replicas(spawn: Spawn) -> tuple[Spawn, Callable[..., typing.Any]]:
     from replica_ranks import run_on_replica
 
-    return spawn(run_on_replica, math.prod(mesh_shape), mesh_shape, *call)
+    return spawn, run_on_replica
 
 
-STARTS: dict[str, Callable[..., list[typing.Any]]] = {
+STARTS: dict[str, Callable[[Spawn], tuple[Spawn, Callable[..., typing.Any]]]] = {
     "gloo": _start_processes,
     "xla": _start_here,
     "replicas": _start_replicas,
 }
+"""By backend: what calls a function in ranks, and the function that runs a case in one."""

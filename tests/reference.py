@@ -19,7 +19,7 @@ from models import PARAMETER_SHAPES, Batch, Case, Parameters
 from shardkit import ShardedTensor, fully_shard, init_device_mesh
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from shardkit import DeviceMesh
 
@@ -256,3 +256,9 @@ def assert_within(by_rank: Sequence[Differences], what: str = "", /, **tolerance
             assert differences[kind] <= tolerance, (
                 f"{where}: {kind} differs by {differences[kind]:.3g}"
             )
+
+
+def assert_each_within(found: Mapping[str, Sequence[Differences]], /, **tolerances: float) -> None:
+    """Check what every rank found in each of several cases: see `assert_within`."""
+    for what, by_rank in found.items():
+        assert_within(by_rank, what, **tolerances)

@@ -36,7 +36,7 @@ from script_server import TAKE_LONG
 
 if typing.TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 # Workers are forked from a process that has imported once what takes seconds: torch, and what
 # shardkit and the first step of an optimizer import.
@@ -87,6 +87,32 @@ def on_ranks(
         return on_every_rank
 
     return decorate
+
+
+def in_each(
+    choices: Mapping[str, object], fn: Callable[..., typing.Any], *args: object
+) -> dict[str, typing.Any]:
+    """Run ``fn(*args, choice)`` for each of some cases that share a call, which takes its time.
+
+    Args:
+        choices: The last argument of ``fn`` in each case, by the name of the case.
+        fn: Function at module level.
+        args: Its first arguments.
+
+    Returns:
+        By the name of the case, what ``fn`` returned. An error tells in which case it was raised,
+        and the output of a rank that hangs or dies ends with the name of its case.
+    """
+    found = {}
+    for name, choice in choices.items():
+        print(f"case {name!r}", flush=True)
+        torch.manual_seed(0)  # As at the beginning of a call.
+        try:
+            found[name] = fn(*args, choice)
+        except BaseException as error:
+            error.add_note(f"in the case {name!r}")
+            raise
+    return found
 
 
 class WorkerError(Exception):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import typing
 
-import pytest
-
 from models import CASES
 from reference import LOSS_TOLERANCE, OPTIMIZERS, Differences, assert_within, train
 
@@ -80,9 +78,7 @@ def sharded_and_plain(
     return ranks.shard(CASES[name], plain, **options), plain
 
 
-def in_every_mode(test: Callable[..., None]) -> Callable[..., None]:
-    """Parametrize a test over ``reshard_after_forward``."""
-    return pytest.mark.parametrize("reshard_after_forward", [True, False, None])(test)
+MODES = {f"reshard_after_forward={mode}": mode for mode in (True, False, None)}
 
 
 def assert_same_gradients(by_rank: list[Differences]) -> None:

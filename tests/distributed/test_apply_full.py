@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import typing
 
 import pytest
 import torch
-from test_full_params import assert_full_values, on_all_meshes, plain_and_sharded, world_size
+from test_full_params import assert_full_values, on_all_meshes, plain_and_sharded
 from torch import nn
 
 from models import CASES, GPT
@@ -72,7 +73,7 @@ def seeded(mesh: tuple[int, ...], *, meta: bool) -> list[str]:
 def test_one_seed_gives_the_parameters_of_a_plain_model(
     spawn: Spawn, mesh: tuple[int, ...], *, meta: bool
 ) -> None:
-    by_rank = spawn(seeded_on, world_size(mesh), mesh, meta)
+    by_rank = spawn(seeded_on, math.prod(mesh), mesh, meta)
     expected: list[str] = []
     GPT().apply(lambda module: expected.append(type(module).__name__))
     assert all(order == expected for order in by_rank)

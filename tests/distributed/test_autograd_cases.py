@@ -8,19 +8,18 @@ import typing
 import pytest
 import torch
 from one_backward import (
+    MODES,
     TOLERANCE,
-    assert_same_gradients,
     assert_same_training,
     compare_later_training,
     compare_one_backward,
-    in_every_mode,
     sharded_and_plain,
 )
 from torch import Tensor, nn
 
 from models import CASES, MLP
 from parity import Ranks, on_meshes
-from reference import LOSS_TOLERANCE, Differences, assert_within, shard
+from reference import LOSS_TOLERANCE, Differences, assert_each_within, shard
 from shardkit import ShardedTensor
 
 if typing.TYPE_CHECKING:
@@ -108,7 +107,6 @@ def evaluation_between(model: nn.Module, batch: Batch) -> None:
     loss.backward()
 
 
-@in_every_mode
 @pytest.mark.parametrize(
     "backward",
     [
@@ -124,17 +122,16 @@ def evaluation_between(model: nn.Module, batch: Batch) -> None:
 )
 @on_meshes((2,))
 def test_forwards_and_backwards_in_any_order(
-    run: Run, backward: Callable[[nn.Module, Batch], None], reshard_after_forward: bool | None
+    run: Run, backward: Callable[[nn.Module, Batch], None]
 ) -> None:
-    found = run(backward_in_order, backward, reshard_after_forward)
-    assert_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
+    found = run.each(MODES, backward_in_order, backward)
+    assert_each_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
 
 
-@in_every_mode
 @on_meshes((2,), xla=())  # torch_xla has no inference mode: plain linear layers fail in it.
-def test_inference_before_a_step(run: Run, reshard_after_forward: bool | None) -> None:
-    found = run(backward_in_order, inference_before, reshard_after_forward)
-    assert_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
+def test_inference_before_a_step(run: Run) -> None:
+    found = run.each(MODES, backward_in_order, inference_before)
+    assert_each_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
 
 
 def backward_in_order(
@@ -162,11 +159,10 @@ def gradient_of_the_input(ranks: Ranks, reshard_after_forward: bool | None) -> D
     return differences | compare_later_training(ranks, model, plain)
 
 
-@in_every_mode
 @on_meshes((2,))
-def test_autograd_grad_creates_no_grad(run: Run, reshard_after_forward: bool | None) -> None:
-    found = run(gradient_of_the_input, reshard_after_forward)
-    assert_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
+def test_autograd_grad_creates_no_grad(run: Run) -> None:
+    found = run.each(MODES, gradient_of_the_input)
+    assert_each_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
 
 
 def gradient_penalty(ranks: Ranks, reshard_after_forward: bool | None) -> Differences:
@@ -184,12 +180,9 @@ def gradient_penalty(ranks: Ranks, reshard_after_forward: bool | None) -> Differ
     return compare_one_backward(ranks, model, plain, backward)
 
 
-@in_every_mode
 @on_meshes((2,))
-def test_a_gradient_penalty_differentiates_twice(
-    run: Run, reshard_after_forward: bool | None
-) -> None:
-    assert_same_gradients(run(gradient_penalty, reshard_after_forward))
+def test_a_gradient_penalty_differentiates_twice(run: Run) -> None:
+    assert_each_within(run.each(MODES, gradient_penalty), grad=TOLERANCE)
 
 
 # --- parameters' hooks and copies of models -----------------------------------------------------

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import typing
 
-import pytest
 import torch
-from one_backward import TOLERANCE, compare_later_training
+from one_backward import MODES, TOLERANCE, compare_later_training
 from torch import Tensor, nn
 
 from models import CASES, MLP
 from parity import Ranks, on_meshes
 from recording import recording_mesh
-from reference import LOSS_TOLERANCE, Differences, assert_within
+from reference import LOSS_TOLERANCE, Differences, assert_each_within
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
@@ -54,11 +53,10 @@ def train_with_own_loss(ranks: Ranks, reshard_after_forward: bool | None) -> Dif
     return differences
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @on_meshes((2,), (2, 2), xla=())
-def test_training_is_as_unsharded(run: Run, reshard_after_forward: bool | None) -> None:
-    found = run(train_with_own_loss, reshard_after_forward)
-    assert_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
+def test_training_is_as_unsharded_in_every_mode(run: Run) -> None:
+    found = run.each(MODES, train_with_own_loss)
+    assert_each_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
 
 
 def test_the_rest_of_the_pass_still_awaits_its_backward() -> None:

@@ -8,17 +8,25 @@ import typing
 import pytest
 import torch
 from one_backward import (
+    MODES,
+    TOLERANCE,
     BoomError,
     assert_same_training,
     compare_later_training,
-    in_every_mode,
     sharded_and_plain,
 )
 from torch import Tensor
 
 from models import CASES, MLP
 from parity import Ranks, on_meshes
-from reference import LOSS_TOLERANCE, OPTIMIZERS, Differences, assert_within, train
+from reference import (
+    LOSS_TOLERANCE,
+    OPTIMIZERS,
+    Differences,
+    assert_each_within,
+    assert_within,
+    train,
+)
 from shardkit import ShardedTensor
 
 if typing.TYPE_CHECKING:
@@ -68,13 +76,11 @@ def train_after_an_exception(
     return compare_later_training(ranks, model, plain, optimizer)
 
 
-@in_every_mode
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @on_meshes((2,))
-def test_training_goes_on_after_an_exception(
-    run: Run, where: str, reshard_after_forward: bool | None
-) -> None:
-    assert_same_training(run(train_after_an_exception, where, reshard_after_forward))
+def test_training_goes_on_after_an_exception(run: Run, where: str) -> None:
+    found = run.each(MODES, train_after_an_exception, where)
+    assert_each_within(found, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
 
 
 def train_with_evaluations(ranks: Ranks) -> Differences:

@@ -9,16 +9,17 @@ import typing
 import pytest
 import torch
 from one_backward import (
+    MODES,
+    TOLERANCE,
     assert_same_gradients,
-    assert_same_training,
     compare_later_training,
     compare_one_backward,
-    in_every_mode,
 )
 from torch import Tensor, nn
 
 from models import CASES
 from parity import on_meshes
+from reference import LOSS_TOLERANCE, assert_each_within
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
@@ -103,13 +104,11 @@ def train_packed(ranks: Ranks, kind: str, reshard_after_forward: bool | None) ->
     return compare_later_training(ranks, model, plain)
 
 
-@in_every_mode
 @pytest.mark.parametrize("kind", PACK)
 @on_meshes((2,))
-def test_inputs_and_outputs_in_containers(
-    run: Run, kind: str, reshard_after_forward: bool | None
-) -> None:
-    assert_same_training(run(train_packed, kind, reshard_after_forward))
+def test_inputs_and_outputs_in_containers(run: Run, kind: str) -> None:
+    found = run.each(MODES, train_packed, kind)
+    assert_each_within(found, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
 
 
 def root_output(ranks: Ranks, kind: str) -> Differences:

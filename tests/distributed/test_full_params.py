@@ -21,7 +21,7 @@ from shardkit import (
     fully_shard,
     summon_full_params,
 )
-from workers import on_ranks
+from workers import in_each, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,10 +32,6 @@ pytestmark = pytest.mark.helpers
 
 MESHES = ((1,), (2,), (4,), (2, 2))
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def world_size(mesh: tuple[int, ...]) -> int:
-    return torch.Size(mesh).numel()
 
 
 on_all_meshes = pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -72,7 +68,7 @@ def assert_full_values(model: nn.Module, plain: nn.Module) -> None:
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def show_and_hide(name: str, mesh: tuple[int, ...], **options: typing.Any) -> None:
+def show_and_hide(mesh: tuple[int, ...], name: str, **options: typing.Any) -> None:
     plain, model = plain_and_sharded(name, mesh, **options)
     sharded = dict(model.named_parameters(remove_duplicate=False))
     for _ in range(2):  # Before the first forward and after a step.
@@ -88,18 +84,19 @@ def show_and_hide(name: str, mesh: tuple[int, ...], **options: typing.Any) -> No
 
 
 @on_all_meshes
-@pytest.mark.parametrize("name", ["gpt", "frozen", "tiny", "tied", "conv"])
+@on_ranks("mesh")
 def test_modules_hold_plain_whole_parameters_inside_and_the_sharded_ones_after(
-    spawn: Spawn, name: str, mesh: tuple[int, ...]
+    mesh: tuple[int, ...],
 ) -> None:
-    spawn(show_and_hide, world_size(mesh), name, mesh)
+    names = ("gpt", "frozen", "tiny", "tied", "conv")
+    in_each({name: name for name in names}, show_and_hide, mesh)
 
 
 @on_ranks(2)
 def test_values_are_those_of_the_shard_and_not_casts() -> None:
-    show_and_hide("gpt", (2,), mp_policy=BF16)
-    show_and_hide("gpt", (2,), offload_policy=CPUOffloadPolicy())
-    show_and_hide("gpt", (2,), reshard_after_forward=False)
+    show_and_hide((2,), "gpt", mp_policy=BF16)
+    show_and_hide((2,), "gpt", offload_policy=CPUOffloadPolicy())
+    show_and_hide((2,), "gpt", reshard_after_forward=False)
 
 
 @on_ranks(2)
@@ -167,7 +164,7 @@ def test_only_rank_0_gets_them(mesh: tuple[int, ...]) -> None:
 # --- writing back ---------------------------------------------------------------------------------
 
 
-def write(name: str, mesh: tuple[int, ...], options: dict[str, typing.Any]) -> None:
+def write(mesh: tuple[int, ...], name: str, **options: typing.Any) -> None:
     plain, model = plain_and_sharded(name, mesh, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -186,15 +183,16 @@ def write(name: str, mesh: tuple[int, ...], options: dict[str, typing.Any]) -> N
 
 
 @on_all_meshes
-@pytest.mark.parametrize("name", ["gpt", "frozen", "tiny", "tied"])
-def test_what_was_written_is_kept(spawn: Spawn, name: str, mesh: tuple[int, ...]) -> None:
-    spawn(write, world_size(mesh), name, mesh, {})
+@on_ranks("mesh")
+def test_what_was_written_is_kept(mesh: tuple[int, ...]) -> None:
+    in_each({name: name for name in ("gpt", "frozen", "tiny", "tied")}, write, mesh)
 
 
-def test_what_was_written_is_kept_with_other_options(spawn: Spawn) -> None:
-    spawn(write, 2, "gpt", (2,), {"mp_policy": BF16})
-    spawn(write, 2, "gpt", (2,), {"offload_policy": CPUOffloadPolicy()})
-    spawn(write, 2, "gpt", (2,), {"reshard_after_forward": False})
+@on_ranks(2)
+def test_what_was_written_is_kept_with_other_options() -> None:
+    write((2,), "gpt", mp_policy=BF16)
+    write((2,), "gpt", offload_policy=CPUOffloadPolicy())
+    write((2,), "gpt", reshard_after_forward=False)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import pathlib
 import typing
 
 import pytest
@@ -25,10 +26,9 @@ from models import CASES
 from reference import make_mesh, my_batch, shard
 from shardkit import ShardedTensor, checkpoint
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
+from workers import in_each
 
 if typing.TYPE_CHECKING:
-    import pathlib
-
     from torch import nn
 
     from workers import Spawn
@@ -67,8 +67,10 @@ def go_on(plain: nn.Module, model: nn.Module, plain_by: By, by: By) -> float:
     return max(before, worst_difference(plain, model))
 
 
-def save(name: str, mesh_shape: tuple[int, ...], folder: str, writer: str) -> None:
+def save(mesh_shape: tuple[int, ...], parent: str, writer: str, name: str) -> None:
     """Save a sharded run by either optimizer, and what an unsharded run has."""
+    folder = f"{parent}/{name}"
+    pathlib.Path(folder).mkdir(exist_ok=True)
     plain, model, plain_by, by = train_both(name, mesh_shape, batch_bytes=8000)
     if writer == "sharded":
         checkpoint.save(f"{folder}/checkpoint", model, by)
@@ -79,63 +81,59 @@ def save(name: str, mesh_shape: tuple[int, ...], folder: str, writer: str) -> No
         torch.save(states, f"{folder}/plain.pt")
 
 
-def plain_of(name: str, folder: str) -> tuple[nn.Module, By]:
+def plain_of(parent: str, name: str) -> tuple[nn.Module, By]:
     plain, plain_by = fresh(name, None, matrix=False)
-    for target, state in zip((plain, *plain_by), torch.load(f"{folder}/plain.pt"), strict=True):
+    states = torch.load(f"{parent}/{name}/plain.pt")
+    for target, state in zip((plain, *plain_by), states, strict=True):
         target.load_state_dict(state)
     return plain, plain_by
 
 
-def load_sharded(name: str, mesh_shape: tuple[int, ...], folder: str) -> float:
-    plain, plain_by = plain_of(name, folder)
+def load_sharded(mesh_shape: tuple[int, ...], parent: str, name: str) -> float:
+    plain, plain_by = plain_of(parent, name)
     model, by = fresh(name, mesh_shape)
-    checkpoint.load(f"{folder}/checkpoint", model, by)
+    checkpoint.load(f"{parent}/{name}/checkpoint", model, by)
     return go_on(plain, model, plain_by, by)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+NAMES = {name: name for name in CLASSES}
+ALIKE = dict.fromkeys(CLASSES, 0.0)
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"), [((4,), (3,)), ((2,), (2, 2)), ((2, 2), (1,))], ids=str
 )
 def test_training_goes_on_with_other_ranks(
-    spawn: Spawn,
-    tmp_path: pathlib.Path,
-    name: str,
-    saved: tuple[int, ...],
-    loaded: tuple[int, ...],
+    spawn: Spawn, tmp_path: pathlib.Path, saved: tuple[int, ...], loaded: tuple[int, ...]
 ) -> None:
-    spawn(save, math.prod(saved), name, saved, str(tmp_path), "sharded")
-    found = spawn(load_sharded, math.prod(loaded), name, loaded, str(tmp_path))
-    assert found == [0.0] * len(found)
+    spawn(in_each, math.prod(saved), NAMES, save, saved, str(tmp_path), "sharded")
+    found = spawn(in_each, math.prod(loaded), NAMES, load_sharded, loaded, str(tmp_path))
+    assert found == [ALIKE] * len(found)
 
 
-def load_plain(name: str, folder: str) -> float:
+def load_plain(parent: str, name: str) -> float:
     """Load what a sharded run saved into an unsharded one."""
-    plain, plain_by = plain_of(name, folder)
+    plain, plain_by = plain_of(parent, name)
     model, by = fresh(name, None, matrix=False)
-    checkpoint.load(f"{folder}/checkpoint", model, by)
+    checkpoint.load(f"{parent}/{name}/checkpoint", model, by)
     model.set_requires_gradient_sync = lambda _: None  # type: ignore[assignment]
     return go_on(plain, model, plain_by, by)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_plain_run_goes_on(spawn: Spawn, tmp_path: pathlib.Path, name: str) -> None:
-    spawn(save, 3, name, (3,), str(tmp_path), "sharded")
-    assert spawn(load_plain, 1, name, str(tmp_path)) == [0.0]
+def test_a_plain_run_goes_on(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(in_each, 3, NAMES, save, (3,), str(tmp_path), "sharded")
+    assert spawn(in_each, 1, NAMES, load_plain, str(tmp_path)) == [ALIKE]
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_sharded_run_goes_on_from_a_plain_one(
-    spawn: Spawn, tmp_path: pathlib.Path, name: str
-) -> None:
-    spawn(save, 1, name, (1,), str(tmp_path), "plain")
-    assert spawn(load_sharded, 2, name, (2,), str(tmp_path)) == [0.0] * 2
+def test_a_sharded_run_goes_on_from_a_plain_one(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(in_each, 1, NAMES, save, (1,), str(tmp_path), "plain")
+    assert spawn(in_each, 2, NAMES, load_sharded, (2,), str(tmp_path)) == [ALIKE] * 2
 
 
 # --- state dicts ----------------------------------------------------------------------------------
 
 
-def by_state_dicts(name: str, mesh_shape: tuple[int, ...], how: str) -> float:
+def by_state_dicts(mesh_shape: tuple[int, ...], how: str, name: str) -> float:
     """Hand state over to a new run, by the functions of torch, or of the optimizer."""
     plain, model, plain_by, by = train_both(name, mesh_shape)
     other, other_by = fresh(name, mesh_shape)
@@ -157,9 +155,10 @@ def by_state_dicts(name: str, mesh_shape: tuple[int, ...], how: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["own", "plain", "full", "sharded"])
-@pytest.mark.parametrize("name", ["muon", "adafactor", "soap"])
-def test_state_dicts(spawn: Spawn, name: str, how: str) -> None:
-    assert spawn(by_state_dicts, 3, name, (3,), how) == [0.0] * 3
+def test_state_dicts(spawn: Spawn, how: str) -> None:
+    names = {name: name for name in ("muon", "adafactor", "soap")}
+    found = spawn(in_each, 3, names, by_state_dicts, (3,), how)
+    assert found == [dict.fromkeys(names, 0.0)] * 3
 
 
 def shown_state(name: str) -> dict[str, typing.Any]:
@@ -207,7 +206,7 @@ def load_where_one_rank_cannot_read(folder: str, when: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DistributedCheckpoint, "fill", fill)
-        checkpoint.load(f"{folder}/checkpoint", model, by)
+        checkpoint.load(f"{folder}/muon/checkpoint", model, by)
 
 
 @pytest.mark.parametrize("when", [1, 2, 3])
@@ -215,7 +214,7 @@ def test_all_ranks_hear_why_one_could_not_read(
     spawn: Spawn, spawn_errors: Spawn, tmp_path: pathlib.Path, when: int
 ) -> None:
     """Though other ranks communicate when they make room for what is read, and when it is put."""
-    spawn(save, 2, "muon", (2,), str(tmp_path), "sharded")
+    spawn(save, 2, (2,), str(tmp_path), "sharded", "muon")
     for error in spawn_errors(load_where_one_rank_cannot_read, 2, str(tmp_path), when):
         assert error is not None
         assert error.type_name == "CheckpointError", error.traceback

@@ -20,6 +20,7 @@ from matrix_cases import (
 from parallel_models import CASES as PARALLEL_CASES
 from parallel_models import batches_of, make
 from shardkit import MixedPrecisionPolicy
+from workers import in_each
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -37,57 +38,59 @@ MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 
 def difference_after(
-    name: str, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
+    mesh_shape: tuple[int, ...], choice: tuple[str, dict[str, typing.Any]]
 ) -> float:
+    name, options = choice
     plain, model, _, _ = train_both(name, mesh_shape, **options)
     return worst_difference(plain, model)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_the_result_is_that_of_whole_matrices(
-    spawn: Spawn, name: str, mesh_shape: tuple[int, ...]
+def assert_no_difference(
+    spawn: Spawn,
+    mesh_shape: tuple[int, ...],
+    choices: dict[str, tuple[str, dict[str, typing.Any]]],
 ) -> None:
-    found = spawn(difference_after, math.prod(mesh_shape), name, mesh_shape, {})
-    assert found == [0.0] * len(found)
+    found = spawn(in_each, math.prod(mesh_shape), choices, difference_after, mesh_shape)
+    assert found == [dict.fromkeys(choices, 0.0)] * len(found)
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_the_result_is_that_of_whole_matrices(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    assert_no_difference(spawn, mesh_shape, {name: (name, {}) for name in CLASSES})
+
+
+OPTIONS: list[dict[str, typing.Any]] = [
+    {"accumulate": 3, "max_norm": 0.1},
+    {"batch_bytes": 1},  # A batch for each matrix.
+    {"batch_bytes": 20_000, "max_norm": 0.1},
+    {"cost": math.prod},
+    {"dtype": torch.float64},
+]
 
 
 @pytest.mark.parametrize("name", ["muon", "soap"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 3, "max_norm": 0.1},
-        {"batch_bytes": 1},  # A batch for each matrix.
-        {"batch_bytes": 20_000, "max_norm": 0.1},
-        {"cost": math.prod},
-        {"dtype": torch.float64},
-    ],
-    ids=" ".join,
-)
-def test_with_accumulation_clipping_and_many_batches(
-    spawn: Spawn, name: str, options: dict[str, typing.Any]
-) -> None:
-    assert spawn(difference_after, 3, name, (3,), options) == [0.0] * 3
+def test_with_accumulation_clipping_and_many_batches(spawn: Spawn, name: str) -> None:
+    assert_no_difference(spawn, (3,), {f"{options}": (name, options) for options in OPTIONS})
+
+
+IN_BF16: dict[str, dict[str, typing.Any]] = {
+    "bf16 parameters": {"dtype": torch.bfloat16},
+    "mixed precision": {
+        "policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
+}
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": torch.bfloat16},
-        {"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    ],
-    ids=["bf16 parameters", "mixed precision"],
-)
-def test_in_bf16(spawn: Spawn, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]) -> None:
-    found = spawn(difference_after, math.prod(mesh_shape), "muon", mesh_shape, options)
-    assert found == [0.0] * len(found)
+def test_in_bf16(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    choices = {what: ("muon", options) for what, options in IN_BF16.items()}
+    assert_no_difference(spawn, mesh_shape, choices)
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------
 
 
-def train_tensor_parallel(case: str, name: str, mesh_shape: tuple[int, ...]) -> float:
+def train_tensor_parallel(case: str, mesh_shape: tuple[int, ...], name: str) -> float:
     torch.manual_seed(0)
     plain, model = make(case, mesh_shape)
     plain_by = optimizers_of(plain, name, matrix=False)
@@ -99,7 +102,6 @@ def train_tensor_parallel(case: str, name: str, mesh_shape: tuple[int, ...]) -> 
     return worst_difference(plain, model)
 
 
-@pytest.mark.parametrize("name", ["muon", "shampoo"])
 @pytest.mark.parametrize(
     ("case", "mesh_shape"),
     [
@@ -111,8 +113,8 @@ def train_tensor_parallel(case: str, name: str, mesh_shape: tuple[int, ...]) -> 
     ],
     ids=str,
 )
-def test_with_tensor_parallelism(
-    spawn: Spawn, case: str, name: str, mesh_shape: tuple[int, ...]
-) -> None:
-    found = spawn(train_tensor_parallel, math.prod(mesh_shape), case, name, mesh_shape)
-    assert found == [0.0] * len(found)
+def test_with_tensor_parallelism(spawn: Spawn, case: str, mesh_shape: tuple[int, ...]) -> None:
+    names = {name: name for name in ("muon", "shampoo")}
+    call = (train_tensor_parallel, case, mesh_shape)
+    found = spawn(in_each, math.prod(mesh_shape), names, *call)
+    assert found == [dict.fromkeys(names, 0.0)] * len(found)

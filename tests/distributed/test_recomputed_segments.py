@@ -8,17 +8,24 @@ import typing
 import pytest
 import torch
 from one_backward import (
+    MODES,
     TOLERANCE,
     assert_same_training,
     compare_later_training,
-    in_every_mode,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import CASES
 from parity import Ranks, on_meshes
-from reference import LOSS_TOLERANCE, OPTIMIZERS, Differences, assert_within, full_grads, train
+from reference import (
+    LOSS_TOLERANCE,
+    OPTIMIZERS,
+    Differences,
+    assert_each_within,
+    full_grads,
+    train,
+)
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
@@ -90,15 +97,14 @@ def compare_renamed_training(ranks: Ranks, model: nn.Module, plain: nn.Module) -
     return differences
 
 
-@in_every_mode
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("order", ["checkpoint", "shard"])
 @on_meshes((2,), xla=())  # torch's checkpointing does not know XLA; `checkpoint_module` does.
 def test_checkpointing_inside_and_outside_of_groups(
-    run: Run, order: str, use_reentrant: bool, reshard_after_forward: bool | None
+    run: Run, order: str, use_reentrant: bool
 ) -> None:
-    found = run(train_checkpointed, order, use_reentrant, reshard_after_forward)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=TOLERANCE)
+    found = run.each(MODES, train_checkpointed, order, use_reentrant)
+    assert_each_within(found, loss=LOSS_TOLERANCE, grad=TOLERANCE)
 
 
 class SharedSegments(nn.Module):

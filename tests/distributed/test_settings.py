@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from models import CASES
 from parity import Ranks, compare_training, on_meshes
-from reference import LOSS_TOLERANCE, STEPS, Differences, assert_within, make_mesh, my_batch, shard
+from reference import (
+    LOSS_TOLERANCE,
+    STEPS,
+    Differences,
+    assert_each_within,
+    assert_within,
+    make_mesh,
+    my_batch,
+    shard,
+)
 from shardkit import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,10 +31,10 @@ from shardkit import (
     fully_shard,
 )
 from shardkit._compat import torch_fsdp2
-from workers import on_ranks
+from workers import in_each, on_ranks
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from parity import Run
     from workers import Spawn
@@ -33,8 +42,7 @@ if typing.TYPE_CHECKING:
 TOLERANCE = 1e-6
 
 
-def check(by_rank: Sequence[Differences]) -> None:
-    assert_within(by_rank, loss=LOSS_TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+TRAINED = {"loss": LOSS_TOLERANCE, "grad": TOLERANCE, "parameter": TOLERANCE}
 
 
 # --- what leaves the numbers as they are --------------------------------------------------------
@@ -125,41 +133,41 @@ SETTINGS = {
         keep_after_backward,
         many_buffers,
         skip_unused,
-        custom_collectives,
     )
 }
 
 
-def train_with_setting(ranks: Ranks, setting: str, name: str) -> Differences:
+def train_with_setting(ranks: Ranks, name: str, choose: Callable[[nn.Module], None]) -> Differences:
     case = CASES[name]
     reference = case.make()
     model = ranks.shard(case, reference)
-    SETTINGS[setting](model)
-    Gather.calls = Scatter.calls = 0
-    differences = compare_training(CASES[name], model, reference, ranks=ranks)
-    if setting == "custom_collectives":
-        groups = len(sharded_children(model)) + (name == "gpt")  # The MLP's root has no parameters.
-        assert Scatter.calls == STEPS * groups
-        assert Gather.calls > Scatter.calls
-    return differences
+    choose(model)
+    return compare_training(case, model, reference, ranks=ranks)
 
 
-@pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "custom_collectives"])
 @on_meshes((2,), (2, 2), xla=[(4,)])
-def test_settings_leave_the_numbers_as_they_are(run: Run, setting: str) -> None:
-    check(run(train_with_setting, setting, "mlp"))
+def test_settings_leave_the_numbers_as_they_are(run: Run) -> None:
+    assert_each_within(run.each(SETTINGS, train_with_setting, "mlp"), **TRAINED)
 
 
-@pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "custom_collectives"])
 @on_meshes((2, 2), xla=())  # To save time.
-def test_settings_leave_the_numbers_of_gpt_as_they_are(run: Run, setting: str) -> None:
-    check(run(train_with_setting, setting, "gpt"))
+def test_settings_leave_the_numbers_of_gpt_as_they_are(run: Run) -> None:
+    assert_each_within(run.each(SETTINGS, train_with_setting, "gpt"), **TRAINED)
+
+
+def train_with_custom_collectives(ranks: Ranks, name: str) -> Differences:
+    Gather.calls = Scatter.calls = 0
+    differences = train_with_setting(ranks, name, custom_collectives)
+    groups = len(list(CASES[name].groups(CASES[name].make())))
+    assert Scatter.calls == STEPS * (groups + (name == "gpt"))  # The MLP's root has no parameters.
+    assert Gather.calls > Scatter.calls
+    return differences
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @on_meshes((2,), (2, 2), xla=())  # They take process groups.
 def test_custom_collectives_leave_the_numbers_as_they_are(run: Run, name: str) -> None:
-    check(run(train_with_setting, "custom_collectives", name))
+    assert_within(run(train_with_custom_collectives, name), **TRAINED)
 
 
 # --- symmetric memory -----------------------------------------------------------------------------
@@ -216,7 +224,7 @@ def test_symmetric_memory_is_set_up_where_it_is_used() -> None:
         model.set_custom_all_gather(Gather())
         with pytest.raises(StateError, match="communicates by functions of yours"):
             model.set_symm_mem_for_comm()
-    check([differences])
+    assert_within([differences], **TRAINED)
 
 
 def train_with_options(name: str, options: dict[str, typing.Any]) -> Differences:
@@ -224,7 +232,7 @@ def train_with_options(name: str, options: dict[str, typing.Any]) -> Differences
     reference = case.make()
     mesh = make_mesh((dist.get_world_size(),))
     model = shard(case, copy.deepcopy(reference), mesh, **options)
-    return compare_training(CASES[name], model, reference)
+    return compare_training(case, model, reference)
 
 
 def shard_dim_one(parameter: nn.Parameter) -> typing.Any:
@@ -243,9 +251,9 @@ OPTIONS: dict[str, dict[str, typing.Any]] = {
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_options_leave_the_numbers_as_they_are(spawn: Spawn, options: str, name: str) -> None:
-    check(spawn(train_with_options, 4, name, OPTIONS[options]))
+def test_options_leave_the_numbers_as_they_are(spawn: Spawn, name: str) -> None:
+    by_rank = spawn(in_each, 4, OPTIONS, train_with_options, name, timeout_s=120)
+    assert_each_within({each: [found[each] for found in by_rank] for each in OPTIONS}, **TRAINED)
 
 
 def train_over_one() -> Differences:
@@ -254,7 +262,7 @@ def train_over_one() -> Differences:
 
 
 def test_over_one_rank_is_a_warning_and_keeps_whole_parameters(spawn: Spawn) -> None:
-    check(spawn(train_over_one, 2))
+    assert_within(spawn(train_over_one, 2), **TRAINED)
 
 
 # --- what changes them --------------------------------------------------------------------------

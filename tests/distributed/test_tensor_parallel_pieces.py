@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import typing
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from reference import Differences, assert_within
 from shardkit import FlatShard, ShardedTensor, ShardedTensorError, fully_shard, install
-from workers import on_ranks
+from workers import in_each, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,13 @@ SPREAD: dict[str, tuple[tuple[int, ...], tuple[Placement, ...] | None]] = {
 }
 
 # (mesh shape, how many of its last axes are those of the DTensors)
-SPREADS = (((2, 2), 1), ((1, 4), 1), ((4, 1), 1), ((2, 1, 2), 1), ((1, 2, 2), 2), ((2, 1, 2), 2))
+SPREADS = {
+    f"a mesh of {mesh_shape}, its last {num_inner} split": (mesh_shape, num_inner)
+    for mesh_shape, num_inner in (
+        *(((2, 2), 1), ((1, 4), 1), ((4, 1), 1)),
+        *(((2, 1, 2), 1), ((1, 2, 2), 2), ((2, 1, 2), 2)),
+    )
+}
 
 
 class Spread(nn.Module):
@@ -80,8 +87,15 @@ def spread(mesh_shape: tuple[int, ...], num_inner: int) -> tuple[Spread, Spread]
     return plain, fully_shard(model, mesh[names[:-num_inner]])
 
 
-def on_every_spread(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.parametrize(("mesh_shape", "num_inner"), SPREADS, ids=str)(test)
+def on_every_spread(check: Callable[[tuple[int, ...], int], None]) -> Callable[..., None]:
+    """Make a test of a check, which runs on every spread in one call of the ranks."""
+
+    @functools.wraps(check)
+    def test() -> None:
+        in_each(SPREADS, lambda spread: check(*spread))
+
+    del test.__wrapped__  # Its arguments are none of the test's.
+    return on_ranks(RANKS, timeout_s=180)(test)
 
 
 def pairs_of(plain: nn.Module, model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
@@ -91,7 +105,6 @@ def pairs_of(plain: nn.Module, model: nn.Module) -> list[tuple[str, Tensor, Tens
 
 
 @on_every_spread
-@on_ranks(RANKS)
 def test_pieces_and_full_tensors(mesh_shape: tuple[int, ...], num_inner: int) -> None:
     plain, model = spread(mesh_shape, num_inner)
     num_outer = len(mesh_shape) - num_inner
@@ -164,7 +177,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], typing.Any]] = {
 }
 
 
-def reduce_spread(mesh_shape: tuple[int, ...], num_inner: int) -> list[str]:
+@on_every_spread
+def test_reductions_are_those_of_the_whole(mesh_shape: tuple[int, ...], num_inner: int) -> None:
     wrong = []
     for name, whole, sharded in pairs_of(*spread(mesh_shape, num_inner)):
         for kind, reduce in REDUCTIONS.items():
@@ -180,17 +194,11 @@ def reduce_spread(mesh_shape: tuple[int, ...], num_inner: int) -> list[str]:
         other.view(-1)[-1] += 1
         if torch.equal(sharded, other):
             wrong.append(f"{name} is equal to another tensor")
-    return wrong
+    assert not wrong, "\n".join(wrong)
 
 
 @on_every_spread
-def test_reductions_are_those_of_the_whole(
-    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
-) -> None:
-    assert spawn(reduce_spread, RANKS, mesh_shape, num_inner) == [[]] * RANKS
-
-
-def clip_spread(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
+def test_clipping_counts_every_element_once(mesh_shape: tuple[int, ...], num_inner: int) -> None:
     plain, model = spread(mesh_shape, num_inner)
     generator = torch.Generator().manual_seed(3)
     slopes = {name: torch.randn(shape, generator=generator) for name, (shape, _) in SPREAD.items()}
@@ -206,16 +214,8 @@ def clip_spread(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
         assert isinstance(norms[0], Tensor)
         differences.note("norm", *norms)
         differences.note_grads(model, plain)
-    return differences
-
-
-@on_every_spread
-def test_clipping_counts_every_element_once(
-    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
-) -> None:
-    found = spawn(clip_spread, RANKS, mesh_shape, num_inner)
     # A unit in the last place of a norm of up to 256, and of gradients below 2.
-    assert_within(found, norm=2e-5, grad=2e-7)
+    assert_within([differences], norm=2e-5, grad=2e-7)
 
 
 def count_all_reduces() -> int:
@@ -265,7 +265,6 @@ INITS: tuple[Callable[[Tensor], object], ...] = (
 
 
 @on_every_spread
-@on_ranks(RANKS)
 def test_initialization_draws_the_numbers_of_a_plain_model(
     mesh_shape: tuple[int, ...], num_inner: int
 ) -> None:
@@ -280,8 +279,9 @@ def test_initialization_draws_the_numbers_of_a_plain_model(
     assert_within([differences], parameter=0.0)
 
 
+@on_every_spread
 @torch.no_grad()
-def write_into_views(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
+def test_views_are_written_where_they_are(mesh_shape: tuple[int, ...], num_inner: int) -> None:
     plain, model = spread(mesh_shape, num_inner)
     for m in (plain, model):
         for param in m.parameters():
@@ -292,18 +292,10 @@ def write_into_views(mesh_shape: tuple[int, ...], num_inner: int) -> Differences
             param.view(-1)[4] = 0.5
     differences = Differences()
     differences.note_parameters(model, plain)
-    return differences
+    assert_within([differences], parameter=0.0)
 
 
 @on_every_spread
-def test_views_are_written_where_they_are(
-    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
-) -> None:
-    assert_within(spawn(write_into_views, RANKS, mesh_shape, num_inner), parameter=0.0)
-
-
-@on_every_spread
-@on_ranks(RANKS)
 def test_full_tensor_is_differentiable(mesh_shape: tuple[int, ...], num_inner: int) -> None:
     plain, model = spread(mesh_shape, num_inner)
     differences = Differences()
@@ -316,7 +308,6 @@ def test_full_tensor_is_differentiable(mesh_shape: tuple[int, ...], num_inner: i
 
 
 @on_every_spread
-@on_ranks(RANKS)
 def test_state_dicts_of_whole_tensors_can_be_loaded(
     mesh_shape: tuple[int, ...], num_inner: int
 ) -> None:
@@ -341,7 +332,6 @@ def test_state_dicts_of_whole_tensors_can_be_loaded(
 
 
 @on_every_spread
-@on_ranks(RANKS)
 def test_distribute_tensor_spreads_the_values_of_the_first_rank(
     mesh_shape: tuple[int, ...], num_inner: int
 ) -> None:

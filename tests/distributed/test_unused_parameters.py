@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from one_backward import (
+    MODES,
     TOLERANCE,
     assert_same_gradients,
     compare_later_training,
     compare_one_backward,
-    in_every_mode,
     sharded_and_plain,
 )
 from torch import Tensor, nn
 
 from models import CASES
 from parity import Ranks, on_meshes
-from reference import LOSS_TOLERANCE, Differences, assert_within, full_grads, make_mesh
+from reference import LOSS_TOLERANCE, Differences, assert_each_within, full_grads, make_mesh
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
@@ -139,13 +139,10 @@ def half_frozen_group() -> nn.Sequential:
     return group
 
 
-@in_every_mode
 @on_meshes((2,))
-def test_a_frozen_linear_before_a_trainable_layer_of_its_group(
-    run: Run, reshard_after_forward: bool | None
-) -> None:
-    found = run(frozen_before_trainable, reshard_after_forward)
-    assert_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
+def test_a_frozen_linear_before_a_trainable_layer_of_its_group(run: Run) -> None:
+    found = run.each(MODES, frozen_before_trainable)
+    assert_each_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
 
 
 def freeze_and_thaw(ranks: Ranks) -> Differences:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import re
 import typing
 import warnings
@@ -16,9 +17,12 @@ from torch import nn
 
 from reference import make_mesh
 from shardkit import RankMismatchError, checkpoint, fully_shard, summon_full_params
+from workers import in_each
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
+
+    Change = typing.Callable[[typing.Any], None]
 
 pytestmark = pytest.mark.helpers
 
@@ -231,49 +235,58 @@ RIGHT_IN_TRAINING = {
 
 
 def train(
-    mesh_shape: tuple[int, ...],
-    change: str,
-    when: int,
-    on_meta: bool,
-    foreach: bool,
+    mesh_shape: tuple[int, ...], when: int, on_meta: bool, foreach: bool, change: Change
 ) -> int:
     """Train; change values before a step; return how many steps were taken."""
     model = sharded(mesh_shape, on_meta=on_meta)
     if on_meta:
         model.to_empty(device="cpu")
-        if change in WRONG:
-            load_all(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=foreach)
     taken = 0
     for number in range(4):
         if number == when:
-            (WRONG | RIGHT | RIGHT_IN_TRAINING)[change](model)
+            change(model)
         step(model, optimizer)
         taken += 1
     return taken
 
 
+def mismatch(mesh_shape: tuple[int, ...], when: int, change: Change) -> str:
+    """Return what ranks are told that train after a change that is wrong."""
+    with pytest.raises(RankMismatchError) as caught:
+        train(mesh_shape, when, False, True, change)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("change", WRONG)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_what_was_not_written_alike_is_an_error(
-    spawn_errors: Spawn, change: str, when: int
+    spawn: Spawn, shape: tuple[int, ...], when: int
 ) -> None:
-    for world_size, shape in ((2, (2,)), (4, (2, 2))):
-        for error in spawn_errors(train, world_size, shape, change, when, False, True):
-            assert error is not None
-            assert error.type_name == "RankMismatchError", error.traceback
-            assert "ranks hold different values: parameter" in error.message
+    for told in spawn(in_each, math.prod(shape), WRONG, mismatch, shape, when, timeout_s=120):
+        for change, message in told.items():
+            assert "ranks hold different values: parameter" in message, change
             # The first one in the model of which both ranks have pieces.
             of_block = "1" if change == "reset_a_row_alone" else "0"
-            assert re.search(rf"'{of_block}\.(up|down)\.weight'", error.message), error.message
+            assert re.search(rf"'{of_block}\.(up|down)\.weight'", message), (change, message)
 
 
-@pytest.mark.parametrize("change", [*RIGHT, *RIGHT_IN_TRAINING])
-def test_what_is_right_passes(spawn: Spawn, change: str) -> None:
-    for when, foreach in ((0, False), (2, True)):
-        assert spawn(train, 2, (2,), change, when, False, foreach) == [4] * 2
-    assert spawn(train, 4, (2, 2), change, 2, False, False) == [4] * 4
-    assert spawn(train, 4, (4,), change, 0, True, True) == [4] * 4
+@pytest.mark.parametrize(
+    ("shape", "when", "on_meta", "foreach"),
+    [
+        ((2,), 0, False, False),
+        ((2,), 2, False, True),
+        ((2, 2), 2, False, False),
+        ((4,), 0, True, True),
+    ],
+    ids=str,
+)
+def test_what_is_right_passes(
+    spawn: Spawn, shape: tuple[int, ...], when: int, on_meta: bool, foreach: bool
+) -> None:
+    changes, call = RIGHT | RIGHT_IN_TRAINING, (train, shape, when, on_meta, foreach)
+    for taken in spawn(in_each, math.prod(shape), changes, *call, timeout_s=120):
+        assert taken == dict.fromkeys(changes, 4)
 
 
 @pytest.mark.parametrize("change", ["load_alone", "reset_by_other_seeds"])
@@ -293,7 +306,7 @@ def begin_on_meta(change: str) -> None:
 # --- forwards without a backward ------------------------------------------------------------------
 
 
-def infer(mesh_shape: tuple[int, ...], change: str, num_before: int) -> int:
+def infer(mesh_shape: tuple[int, ...], num_before: int, change: Change) -> int:
     """Train a step, run forwards without gradients, change values; return how many ran after."""
     model = sharded(mesh_shape)
     model.set_reshard_after_forward(True, recurse=False)
@@ -302,7 +315,7 @@ def infer(mesh_shape: tuple[int, ...], change: str, num_before: int) -> int:
     with torch.no_grad():
         for _ in range(num_before):
             model(torch.randn(4, 6))
-        (WRONG | RIGHT)[change](model)
+        change(model)
         with contextlib.suppress(RankMismatchError):
             for _ in range(2 * num_before):
                 model(torch.randn(4, 6))
@@ -314,11 +327,11 @@ def infer(mesh_shape: tuple[int, ...], change: str, num_before: int) -> int:
     return ran
 
 
-@pytest.mark.parametrize("change", ["load_alone", "load_others", "reset_a_row_alone"])
-def test_what_was_not_written_alike_is_found_without_a_backward(spawn: Spawn, change: str) -> None:
-    for world_size, shape in ((2, (2,)), (4, (2, 2))):
-        assert spawn(infer, world_size, shape, change, 1) == [0] * world_size
-    assert spawn(infer, 2, (2,), change, 5) == [2] * 2
+def test_what_was_not_written_alike_is_found_without_a_backward(spawn: Spawn) -> None:
+    changes = {each.__name__: each for each in (load_alone, load_others, reset_a_row_alone)}
+    for shape, num_before, num_after in (((2,), 1, 0), ((2, 2), 1, 0), ((2,), 5, 2)):
+        for ran in spawn(in_each, math.prod(shape), changes, infer, shape, num_before):
+            assert ran == dict.fromkeys(changes, num_after)
 
 
 def write_to_kept_memory_alone() -> None:
@@ -339,9 +352,9 @@ def test_what_was_written_on_one_rank_is_gathered_on_one_rank(spawn_errors: Spaw
         assert "load, reset and update on all ranks" in error.message
 
 
-@pytest.mark.parametrize("change", RIGHT)
-def test_what_is_right_passes_without_a_backward(spawn: Spawn, change: str) -> None:
-    assert spawn(infer, 4, (2, 2), change, 3) == [-1] * 4
+def test_what_is_right_passes_without_a_backward(spawn: Spawn) -> None:
+    for ran in spawn(in_each, 4, RIGHT, infer, (2, 2), 3, timeout_s=120):
+        assert ran == dict.fromkeys(RIGHT, -1)
 
 
 def average_on(ranks: typing.Collection[int], mesh_shape: tuple[int, ...]) -> list[str]:

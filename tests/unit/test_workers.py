@@ -118,6 +118,25 @@ def test_every_call_starts_from_the_same_state(spawn: Spawn) -> None:
     assert before[0] == before[1]
 
 
+def draw_or_fail(last: str, choice: str) -> float:
+    if choice == last:
+        msg = "the shape is wrong"
+        raise ValueError(msg)
+    return torch.rand(()).item()
+
+
+def test_cases_of_one_call_begin_alike_and_the_one_that_fails_is_named(spawn: Spawn) -> None:
+    choices = {"first": "a", "second": "b", "third": "c"}
+    for found in spawn(workers.in_each, 2, choices, draw_or_fail, ""):
+        assert found == dict.fromkeys(choices, found["first"])
+    with pytest.raises(workers.WorkerError) as caught:
+        spawn(workers.in_each, 2, choices, draw_or_fail, "b")
+    report = str(caught.value)
+    assert report.count("ValueError: the shape is wrong\nin the case 'second'") == 2
+    assert "case 'first'\ncase 'second'\n" in report
+    assert "third" not in report
+
+
 def test_a_failing_rank_is_named_with_its_traceback_and_output(spawn: Spawn) -> None:
     with pytest.raises(
         workers.WorkerError, match=re.escape("raise_on: failed on ranks [1] of 2")
