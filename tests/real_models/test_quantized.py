@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
     from models import Batch
     from workers import Spawn
 
+from allocated import past_shared_memory
 from models import Case
 from parity import compare_training
 from quantized import live_nbytes, nbytes_at_rest
@@ -187,6 +188,7 @@ def test_adapters_train_on_a_hybrid_mesh(spawn: Spawn, kind: str) -> None:
 SLACK = 4096  # Bytes of small tensors that steps make.
 
 
+@past_shared_memory()
 def measure_memory(kind: str) -> tuple[int, int, int]:
     """Return the bytes of all tensors: of the whole model, sharded, and after two steps."""
     case = case_of(kind)
