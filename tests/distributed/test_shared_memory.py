@@ -125,6 +125,7 @@ def connected(change: mock._patch[typing.Any] | None, on_rank: int) -> bool:
         memory = connect(dist.group.WORLD)
     if memory is None:
         return False
+    assert memory.nbytes == 0, "what tried it is still there"
     size = dist.get_world_size()
     block = memory.block(1)
     block.memory[0] = dist.get_rank()

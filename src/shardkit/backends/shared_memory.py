@@ -142,17 +142,22 @@ class SharedMemory:
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float | None) -> None:
-        self._peers = [_Peer(connections[position]) for position in sorted(connections)]
-        self._lanes = [_Lane() for _ in range(_NUM_LANES)]
-        self._free: list[Block] = []
-        self._num_blocks = 0
+        self._connections = [connections[position] for position in sorted(connections)]
+        self.forget()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._reading = threading.RLock()
         self._sender: threading.Thread | None = None
         self._pid = os.getpid()
         # When nobody waits any more. A method of this object could come after that of a socket.
-        weakref.finalize(self, _close_all, list(connections.values())).atexit = False
+        weakref.finalize(self, _close_all, self._connections).atexit = False
         self.set_timeout(timeout_s)
+
+    def forget(self) -> None:
+        """Be as new, without blocks; all ranks when they have read what was shared so far."""
+        self._peers = [_Peer(connection) for connection in self._connections]
+        self._lanes = [_Lane() for _ in range(_NUM_LANES)]
+        self._free: list[Block] = []
+        self._num_blocks = 0
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """Choose after how many seconds a wait for a rank ends in an error; None: never."""
@@ -423,6 +428,7 @@ def _tried(connections: Mapping[int, socket.socket]) -> SharedMemory:
     shared = memory.share(memory.block(1), 1, 0)
     shared.wait()
     shared.close()
+    memory.forget()
     return memory
 
 
