@@ -76,7 +76,7 @@ CASES: Mapping[str, Case] = {
     ),
     "gpt-d512-zero2": TrainingCase(
         "gpt-d512-zero2: gpt-d512, layers kept between forward and backward (ZeRO-2)",
-        Workload(_D512, reshard=False),
+        Workload(_D512, reshard_after_forward=False),
         step_limit=0.65,
     ),
     "gpt-d512-accumulate": TrainingCase(

@@ -70,7 +70,7 @@ class Workload:
         stored_dtype: Of the parameters, hence of the optimizer; None: fp32.
         reduce_dtype: Of gradients on the wire; None: as they are computed.
         compiled: Whether the forward of each layer is compiled by itself.
-        reshard: Whether layers are given back between forward and backward; shardkit and FSDP2.
+        reshard_after_forward: Argument of `fully_shard`, of shardkit and FSDP2; None: the default.
         microbatches: Backwards in each step; gradients are synced in the last one.
         adapter_rank: Of the low-rank adapters that alone are trained, beside each linear layer of
             the blocks; 0: there are none, and all is trained.
@@ -82,7 +82,7 @@ class Workload:
     stored_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
     compiled: bool = False
-    reshard: bool = True
+    reshard_after_forward: bool | None = None
     microbatches: int = 1
     adapter_rank: int = 0
     recompute: bool = False
@@ -168,8 +168,11 @@ def build(name: str, workload: Workload, device: torch.device) -> Trainer:
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=3e-4, foreach=True)
+    return torch.optim.AdamW(_trained(parameters), lr=3e-4, foreach=True)
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _shard_by_block(model: Model, shard: Callable[[nn.Module], object]) -> Trainer:
@@ -209,9 +212,9 @@ def _shardkit(
     policy = shardkit.MixedPrecisionPolicy(
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
-    options = {"reshard_after_forward": None if workload.reshard else False}
-    shard = partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy, **options)
-    return _shard_by_block(model, shard)
+    reshard = workload.reshard_after_forward
+    shard = partial(shardkit.fully_shard, reshard_after_forward=reshard)
+    return _shard_by_block(model, partial(shard, mesh=mesh, mp_policy=policy))
 
 
 def _local(model: Model, workload: Workload, device: torch.device) -> Trainer:
@@ -227,9 +230,8 @@ def _fsdp2(model: Model, workload: Workload, device: torch.device) -> Trainer:
     policy = MixedPrecisionPolicy(
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
-    options: dict[str, Any] = {"reshard_after_forward": None if workload.reshard else False}
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **options)
-    return _shard_by_block(model, shard)
+    shard = partial(fully_shard, reshard_after_forward=workload.reshard_after_forward)
+    return _shard_by_block(model, partial(shard, mesh=mesh, mp_policy=policy))
 
 
 def _split_experts(model: Model, workload: Workload) -> tuple[DeviceMesh, DeviceMesh]:
@@ -324,8 +326,7 @@ def _floor(
     bounds time, not memory.
     """
     del device
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    masters = _first_part(trained, dist.get_world_size())
+    masters = _first_part(_trained(model.parameters()), dist.get_world_size())
     for master in masters:
         master.grad = torch.full_like(master, 1e-3)
     optimizer = torch.optim.AdamW(masters, lr=3e-4, foreach=not fused, fused=fused)

@@ -415,14 +415,27 @@ class GatherHandle:
         self._customs = []
 
 
-class StagedGather:
-    """Several small gathers in one collective, through a staging buffer."""
+class SmallGathers:
+    """Small gathers that travel as one: in memory that the ranks share, or by a staging buffer."""
 
-    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, issued: Issued | None) -> None:
+    def __init__(
+        self,
+        gathers: Sequence[Gather],
+        axis: GlooAxis,
+        issued: Issued | None,
+        shared: SharedMemory | None,
+    ) -> None:
         self._gathers = gathers
         self._axis = axis
+        self._issued = issued
+        self._shared: Shared | None = None
         owns = [gather.own.view(torch.uint8) for gather in gathers]
         nbytes = sum(own.numel() for own in owns)
+        if shared is not None:
+            block = shared.block(nbytes)
+            torch.cat(owns, out=block.memory[:nbytes])
+            self._shared = shared.share(block, nbytes, _GATHERS)
+            return
         self._staging = owns[0].new_empty(axis.size, nbytes)
         own = self._staging[axis.rank]
         torch.cat(owns, out=own)
@@ -431,45 +444,23 @@ class StagedGather:
 
     def wait(self) -> None:
         """Block until it is done, and copy what others have to where it belongs; again is free."""
-        self._handle.wait()
         gathers, self._gathers = self._gathers, ()
         if not gathers:
             return
         wholes = [g.full.view(torch.uint8).view(self._axis.size, -1) for g in gathers]
-        parts = self._staging.split([whole.shape[1] for whole in wholes], dim=1)
-        others = [rank for rank in range(self._axis.size) if rank != self._axis.rank]
-        targets = [whole[rank] for whole in wholes for rank in others]
-        torch_tensors.foreach_copy(targets, [part[rank] for part in parts for rank in others])
-        del self._staging
-
-
-class SharedGather:
-    """Small gathers in memory that the ranks share."""
-
-    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, issued: Issued | None) -> None:
-        assert axis.shared is not None
-        self._gathers = gathers
-        self._axis = axis
-        self._issued = issued
-        owns = [gather.own.view(torch.uint8) for gather in gathers]
-        nbytes = sum(own.numel() for own in owns)
-        block = axis.shared.block(nbytes)
-        torch.cat(owns, out=block.memory[:nbytes])
-        self._shared = axis.shared.share(block, nbytes, _GATHERS)
-
-    def wait(self) -> None:
-        """Block until all have shared theirs, and copy it to where it belongs; again is free."""
-        gathers, self._gathers = self._gathers, ()
-        if not gathers:
-            return
-        wholes = [g.full.view(torch.uint8).view(self._axis.size, -1) for g in gathers]
-        numels = [whole.shape[1] for whole in wholes]
         places = [place for place in range(self._axis.size) if place != self._axis.rank]
+        if self._shared is None:
+            self._handle.wait()
+            others = [self._staging[place] for place in places]
+            del self._staging
+        else:
+            others = _others(self._shared, self._issued)
+        numels = [whole.shape[1] for whole in wholes]
         targets = [whole[place] for place in places for whole in wholes]
-        others = _others(self._shared, self._issued)
         sources = [part for other in others for part in other.split(numels)]
         torch_tensors.foreach_copy(targets, sources)
-        self._shared.close()
+        if self._shared is not None:
+            self._shared.close()
 
 
 class HostStreams(WatchedStreams):
@@ -495,10 +486,9 @@ class HostStreams(WatchedStreams):
         issued = axis.issue("all-gather", of, nbytes)
         torch_tensors.foreach_copy([g.own for g in gathers], [g.shard for g in gathers])
         is_plain = all(gather.comm is None for gather in gathers)
-        if is_plain and axis.shares(nbytes):
-            return SharedGather(gathers, axis, issued)
-        if len(gathers) > 1 and is_plain and is_small(nbytes, axis):
-            return StagedGather(gathers, axis, issued)
+        shared = axis.shared if is_plain and axis.shares(nbytes) else None
+        if shared is not None or (len(gathers) > 1 and is_plain and is_small(nbytes, axis)):
+            return SmallGathers(gathers, axis, issued, shared)
         return GatherHandle(gathers, axis, issued)
 
     def start_reduce(self, reductions: Sequence[Reduction], of: str) -> ExchangeHandle:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardkit._compat import torch_groups
 from shardkit._errors import CheckpointError
-from shardkit._params.state_dicts import map_leaves
+from shardkit._params.state_dicts import leaves_of, map_leaves
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.groups import OfWorld, new_group
@@ -270,10 +270,8 @@ class Staging:
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state like this one with tensors of its own; overwrite the last copy."""
-        leaves: list[Any] = []
-        map_leaves(state, leaves.append)
-        tensors = {id(leaf): memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        copies = self._copy_all(tensors)
+        tensors = (leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor))
+        copies = self._copy_all({id(tensor): memory_of(tensor) for tensor in tensors})
         result: dict[str, Any] = map_leaves(
             state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
         )

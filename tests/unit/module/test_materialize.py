@@ -426,16 +426,22 @@ class Parent(nn.Module):
         return self.norm(self.first(x) + self.second(x))
 
 
+def check_as_plain(
+    make: typing.Callable[[], nn.Module], shard: typing.Callable[[typing.Any], typing.Any]
+) -> None:
+    torch.manual_seed(3)
+    plain = make()
+    model = shard(make)
+    torch.manual_seed(3)
+    materialize(model)
+    assert_equal(model, plain)
+
+
 @pytest.mark.parametrize("shard", [on_meta, sharded_alone])
 def test_a_parent_writes_scales_and_reads_its_children(
     shard: typing.Callable[[typing.Any], typing.Any],
 ) -> None:
-    torch.manual_seed(3)
-    plain = Parent()
-    model = shard(Parent)
-    torch.manual_seed(3)
-    materialize(model)
-    assert_equal(model, plain)
+    check_as_plain(Parent, shard)
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -499,12 +505,7 @@ class Mixing(nn.Module):
 def test_a_parent_copies_and_mixes_what_its_child_holds(
     shard: typing.Callable[[typing.Any], typing.Any],
 ) -> None:
-    torch.manual_seed(3)
-    plain = Mixing()
-    model = shard(Mixing)
-    torch.manual_seed(3)
-    materialize(model)
-    assert_equal(model, plain)
+    check_as_plain(Mixing, shard)
 
 
 def test_a_module_without_others_inside_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
