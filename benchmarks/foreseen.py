@@ -1,6 +1,6 @@
-"""Compare the steps that `shardkit plan --hardware` foresees with those of gloo ranks.
+"""Compare the steps that `shardkit plan --hardware` foresees with those of ranks.
 
-python benchmarks/foreseen.py RANKS [--folder FOLDER]
+python benchmarks/foreseen.py RANKS [--device cuda] [--folder FOLDER]
 
 It calibrates and measures in turns, for the speed of a machine drifts, then plans; about three
 minutes for 4 ranks. Nothing else should run.
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -23,22 +24,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardkit import DeviceMesh, checkpoint_activations, fully_shard, init_device_mesh, plan
+from shardkit import (
+    DeviceMesh,
+    MixedPrecisionPolicy,
+    checkpoint_activations,
+    fully_shard,
+    init_device_mesh,
+    plan,
+)
 from shardkit.planning._calibrate import Calibration
 from shardkit.planning._profile import profile_text
 
-_WIDTH, _DEPTH, _NUM_ROWS = 384, 6, 128
+_DEPTH = 6
+_SHAPES = {"cpu": (128, 384), "cuda": (8192, 2048)}
 _ROUNDS, _STEPS = 10, 2
 
 
 class _Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
             for _ in range(_DEPTH)
         )
-        self.head = nn.Linear(_WIDTH, 7)
+        self.head = nn.Linear(width, 7)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -63,11 +72,13 @@ class Choice:
     reshard: bool
     recompute: bool
 
-    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Shard a model."""
+    def shard(self, device: str, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard a model for a type of device."""
         if self.recompute:
             checkpoint_activations(model)
-        options = {"mesh": mesh, "reshard_after_forward": self.reshard}
+        in_bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy() if device == "cpu" else in_bf16
+        options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": self.reshard}
         blocks = [*model.get_submodule("blocks").children()]
         for begin in range(0, len(blocks) if self.blocks else 0, self.blocks or 1):
             fully_shard(blocks[begin : begin + self.blocks], **options)
@@ -81,10 +92,15 @@ def _choices(num_ranks: int) -> list[Choice]:
     return [c for c in found if c.reshard or c.blocks]  # A root alone is kept all the same.
 
 
-def _step(choice: Choice) -> Callable[[], None]:
+def _model_and_rows(device: str) -> tuple[nn.Module, Tensor]:
+    rows = torch.randn(_SHAPES[device], device=device)
+    return _Mlp(rows.shape[1]).to(device), rows
+
+
+def _step(choice: Choice, device: str) -> Callable[[], None]:
     torch.manual_seed(0)
-    model, rows = _Mlp(), torch.ones(_NUM_ROWS, _WIDTH)
-    choice.shard(model, init_device_mesh("cpu", choice.mesh))
+    model, rows = _model_and_rows(device)
+    choice.shard(device, model, init_device_mesh(device, choice.mesh))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -99,22 +115,22 @@ def _loss(output: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def _measure(profile: Path, path: Path) -> None:
+def _measure(device: str, profile: Path, path: Path) -> None:
     """Write a profile and the times of steps, as a rank: each round is over all of them."""
     torch.set_num_threads(1)
-    calibration = Calibration("cpu")
-    steps = [_step(choice) for choice in _choices(int(os.environ["WORLD_SIZE"]))]
+    calibration = Calibration(device)
+    steps = [_step(choice, device) for choice in _choices(int(os.environ["WORLD_SIZE"]))]
     times: list[list[float]] = [[] for _ in steps]
     for step in steps * 2:
         step()
     for _ in range(_ROUNDS):
         calibration.measure()
         for step, own in zip(steps, times, strict=True):
-            dist.barrier()
+            _await_all(device)
             begin = time.perf_counter()
             for _ in range(_STEPS):
                 step()
-            dist.barrier()
+            _await_all(device)
             own.append((time.perf_counter() - begin) / _STEPS)
     found = calibration.profile()
     if os.environ["RANK"] == "0":
@@ -123,7 +139,13 @@ def _measure(profile: Path, path: Path) -> None:
     dist.destroy_process_group()
 
 
-def _compare(num_ranks: int, profile: Path, measured: Path) -> str:
+def _await_all(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    dist.barrier()
+
+
+def _compare(num_ranks: int, device: str, profile: Path, measured: Path) -> str:
     """Return a table of what was foreseen and what was measured."""
     rounds = json.loads(measured.read_text(encoding="utf-8"))
     real, *halves = (
@@ -132,9 +154,11 @@ def _compare(num_ranks: int, profile: Path, measured: Path) -> str:
     )
     foreseen = []
     for choice in _choices(num_ranks):
-        model, rows = _Mlp(), torch.ones(_NUM_ROWS, _WIDTH)
+        with torch.device("meta"):
+            model, rows = _Mlp(_SHAPES[device][1]), torch.empty(_SHAPES[device])
+        shard = partial(choice.shard, device)
         found = plan(
-            model, rows, mesh=choice.mesh, device="cpu", loss=_loss, shard=choice.shard,
+            model, rows, mesh=choice.mesh, device=device, loss=_loss, shard=shard,
             hardware=str(profile),
         )  # fmt: skip
         assert found.time is not None
@@ -161,20 +185,23 @@ def main() -> None:
     """Calibrate, measure and compare; with ``--measure`` be a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ranks", type=int)
+    parser.add_argument("--device", choices=_SHAPES, default="cpu")
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--measure", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure is not None:
-        _measure(*options.measure)
+        _measure(options.device, *options.measure)
         return
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     profile, measured = folder / "profile.toml", folder / "measured.json"
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    measuring = [__file__, str(options.ranks), "--measure", str(profile), str(measured)]
+    device = options.device
+    measuring = [__file__, str(options.ranks), "--device", device]
+    measuring += ["--measure", str(profile), str(measured)]
     subprocess.run([*launch, *measuring], env=environment, check=True)  # noqa: S603 - our own
-    sys.stdout.write(_compare(options.ranks, profile, measured) + "\n")
+    sys.stdout.write(_compare(options.ranks, device, profile, measured) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 python benchmarks/recording.py [WIDTH DEPTH ROWS] [--rounds N] [--steps N]
 
-Two gloo ranks train with and without it, in turns. Nothing else should run.
+Two gloo ranks, or one rank on a card, train with and without it, in turns. Nothing else should run.
 """
 
 import argparse
@@ -19,24 +19,26 @@ from torch import nn
 
 from shardkit import fully_shard, init_device_mesh, record
 
-_NUM_RANKS = 2
+_NUM_RANKS = {"cpu": 2, "cuda": 1}
 
 
 def _train(rank: int, options: argparse.Namespace, folder: str) -> None:
     """Time rounds on one rank; rank 0 prints."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", _NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=_NUM_RANKS)
-    mesh = init_device_mesh("cpu", (_NUM_RANKS,))
+    num_ranks = _NUM_RANKS[options.device]
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    engine = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(engine, store=store, rank=rank, world_size=num_ranks)
+    mesh = init_device_mesh(options.device, (num_ranks,))
     torch.manual_seed(0)
     width = options.width
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(options.depth)]
-    model = nn.Sequential(*layers, nn.Linear(width, 1))
+    model = nn.Sequential(*layers, nn.Linear(width, 1)).to(options.device)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    rows = torch.randn(options.rows, width)
+    rows = torch.randn(options.rows, width, device=options.device)
 
     def steps() -> tuple[float, float]:
         """Return seconds of the processor, and of the clock, of a step."""
@@ -46,6 +48,8 @@ def _train(rank: int, options: argparse.Namespace, folder: str) -> None:
             model(rows).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+        if options.device != "cpu":
+            torch.accelerator.synchronize()
         ended = time.perf_counter(), time.thread_time()
         wall_s, own_s = (after - before for before, after in zip(began, ended, strict=True))
         return own_s / options.steps, wall_s / options.steps
@@ -85,8 +89,10 @@ def _main() -> None:
     parser.add_argument("rows", type=int, nargs="?", default=64)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", choices=_NUM_RANKS, default="cpu")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_train, (parser.parse_args(), str(Path(folder))), nprocs=_NUM_RANKS)
+        mp.spawn(_train, (options, str(Path(folder))), nprocs=_NUM_RANKS[options.device])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Configurations that are planned and run: models, how they are sharded and how they train."""
+"""Configurations that are planned and run: models, training, and what a plan says of both."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import typing
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import shardkit
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 from wrapped_models import Stack
 
 if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
+    from shardkit._events import StepEvent
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 BF16_SUMMED_WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -204,3 +208,104 @@ CASES: dict[str, Case] = {
         Experts, _vectors, (2, 4), options={"mp_policy": BF16_SUMMED_WIDE}
     ),
 }
+
+
+# --- what a step does, and what a plan says of it -------------------------------------------------
+
+Edge = tuple[typing.Any, ...]
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a step did.
+
+    Attributes:
+        collectives: Names and bytes of the collectives.
+        edges: What the core told, beginnings and ends each on its own, in order.
+        peaks: The most bytes at once between two edges, before the first and after the last.
+    """
+
+    collectives: list[tuple[str, int]]
+    edges: list[Edge]
+    peaks: list[int]
+
+
+def edges_of(events: list[StepEvent]) -> list[Edge]:
+    found: list[tuple[int, Edge]] = []
+    for e in events:
+        what = (e.kind, e.name, e.group, e.phase, e.nbytes, e.axis, e.num_ranks)
+        found.append((e.opened, (*what, "begin")))
+        if e.closed > e.opened:
+            found.append((e.closed, (*what, "end")))
+    edges = [edge for _, edge in sorted(found)]
+    first: dict[int, int] = {}  # Groups of other models came before.
+    numbers = [first.setdefault(edge[2], len(first)) for edge in edges]
+    return [(*e[:2], number, *e[3:]) for e, number in zip(edges, numbers, strict=True)]
+
+
+def without_frees(edges: list[Edge], peaks: list[int]) -> list[int]:
+    """Join stretches between which buffers go to the allocator: all are told before one goes."""
+    joined = peaks[:1]
+    for edge, peak in zip(edges, peaks[1:], strict=True):
+        if edge[0] == "free":
+            joined[-1] = max(joined[-1], peak)
+        else:
+            joined.append(peak)
+    return joined
+
+
+class Training:
+    """A rank that trains as people do; after two steps its next step is as all that follow."""
+
+    def __init__(self, case: Case, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+        self.case = case
+        mesh = shardkit.init_device_mesh(device.type, case.mesh)
+        self.model, self.batch = case.model().to(device), case.batch().to(device)
+        case.prepare(self.model)
+        case.shard(self.model, mesh)
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = case.optimizer(params)
+        self.output = self.loss = None
+        self.step()
+        self.step()
+
+    def step(self) -> None:
+        """Make a step."""
+        for number in range(self.case.accumulate):
+            if self.case.accumulate > 1:
+                self.model.set_requires_gradient_sync(number == self.case.accumulate - 1)
+            self.output = self.model(self.batch)
+            self.loss = self.output.sum()
+            self.loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
+    """Plan the same."""
+
+    def shard(model: typing.Any, mesh: typing.Any) -> None:
+        case.prepare(model)
+        case.shard(model, mesh)
+
+    run = Run(
+        on_meta(case.model()),
+        batch_on_meta(case.batch()),
+        case.mesh,
+        device=device,
+        rank=rank,
+        shard=shard,
+        optimizer=case.optimizer,
+        loss=torch.sum,
+        accumulate=case.accumulate,
+    )
+    seen = dry_run(run)
+    meter = seen.meter
+    collectives = [(c.op, c.nbytes) for c in meter.collectives[seen.first_collective :]]
+    second = next(e.opened for e in meter.events if e.kind == "step" and e.name == "2")
+    events = [e for e in meter.events if e.opened > second]
+    edges, totals = edges_of(events), meter.totals()
+    at = {e.opened: e.begin for e in events} | {e.closed: e.end for e in events}
+    places = [seen.begin, *(int(at[place]) for place in sorted(at)), meter.position]
+    peaks = [max(totals[a : b + 1]) for a, b in itertools.pairwise(places)]
+    return Seen(collectives, edges, without_frees(edges, peaks))

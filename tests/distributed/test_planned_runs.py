@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import math
 import sys
 import typing
@@ -15,10 +13,18 @@ import torch.distributed as dist
 from simulation import simulated
 
 from allocated import Issued, mark, past_shared_memory, peaks_of, start_counting
-from planned_runs import CASES, EIGHT_RANKS, NUM_CHEAP, Case
-from shardkit import init_device_mesh
+from planned_runs import (
+    CASES,
+    EIGHT_RANKS,
+    NUM_CHEAP,
+    Edge,
+    Seen,
+    Training,
+    edges_of,
+    planned,
+    without_frees,
+)
 from shardkit._events import StepEvent, StepObserver, observed_by
-from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
 if typing.TYPE_CHECKING:
     import types
@@ -28,75 +34,14 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
-Edge = tuple[typing.Any, ...]
 
-
-@dataclasses.dataclass
-class Seen:
-    """What a step did.
-
-    Attributes:
-        collectives: Names and bytes of the collectives.
-        edges: What the core told, beginnings and ends each on its own, in order.
-        peaks: The most bytes at once between two edges, before the first and after the last.
-    """
-
-    collectives: list[tuple[str, int]]
-    edges: list[Edge]
-    peaks: list[int]
-
-
-def _edges(events: list[StepEvent]) -> list[Edge]:
-    found: list[tuple[int, Edge]] = []
-    for e in events:
-        what = (e.kind, e.name, e.group, e.phase, e.nbytes, e.axis, e.num_ranks)
-        found.append((e.opened, (*what, "begin")))
-        if e.closed > e.opened:
-            found.append((e.closed, (*what, "end")))
-    edges = [edge for _, edge in sorted(found)]
-    first: dict[int, int] = {}  # Groups of other models came before.
-    numbers = [first.setdefault(edge[2], len(first)) for edge in edges]
-    return [(*e[:2], number, *e[3:]) for e, number in zip(edges, numbers, strict=True)]
-
-
-def _without_frees(edges: list[Edge], peaks: list[int]) -> list[int]:
-    """Join stretches between which buffers go to the allocator: all are told before one goes."""
-    joined = peaks[:1]
-    for edge, peak in zip(edges, peaks[1:], strict=True):
-        if edge[0] == "free":
-            joined[-1] = max(joined[-1], peak)
-        else:
-            joined.append(peak)
-    return joined
-
-
-class RealRun:
-    """A rank that trains as people do; its next step is as all that follow."""
+class CountedRun(Training):
+    """A rank whose memory is counted."""
 
     def __init__(self, name: str) -> None:
-        case = self.case = CASES[name]
         start_counting()
         self.before = max(peaks_of(lambda: None))
-        mesh = init_device_mesh("cpu", case.mesh)
-        self.model, self.batch = case.model(), case.batch()
-        case.prepare(self.model)
-        case.shard(self.model, mesh)
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = case.optimizer(params)
-        self.output = self.loss = None
-        self.step()
-        self.step()
-
-    def step(self) -> None:
-        """Make a step."""
-        for number in range(self.case.accumulate):
-            if self.case.accumulate > 1:
-                self.model.set_requires_gradient_sync(number == self.case.accumulate - 1)
-            self.output = self.model(self.batch)
-            self.loss = self.output.sum()
-            self.loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        super().__init__(CASES[name])
 
     def told(self) -> tuple[list[Edge], list[int]]:
         """Make a step, and return what was told in it, and the most bytes between two edges."""
@@ -111,8 +56,8 @@ class RealRun:
                 self.step()
 
         peaks = [peak - self.before for peak in peaks_of(step)]
-        edges = _edges(events)
-        return edges, _without_frees(edges, peaks)
+        edges = edges_of(events)
+        return edges, without_frees(edges, peaks)
 
 
 @past_shared_memory()
@@ -121,7 +66,7 @@ def run_case(name: str) -> Seen:
 
     Gloo's thread may let go of what was sent a moment late: not in both steps at the same place.
     """
-    run = RealRun(name)
+    run = CountedRun(name)
     (edges, first), (again, second) = run.told(), run.told()
     assert edges == again
     peaks = list(map(min, first, second))
@@ -182,7 +127,7 @@ def _buffer_in(mutated: str) -> Iterator[list[str]]:
 @past_shared_memory()
 def run_with_buffers(name: str, plans: list[list[int]]) -> dict[str, bool]:
     """Say of each function of the runtime that a step calls whether a buffer in it is found."""
-    run, plan = RealRun(name), plans[dist.get_rank()]
+    run, plan = CountedRun(name), plans[dist.get_rank()]
     run.step()
     steps = [run.told()[1], run.told()[1]]  # What gloo's thread holds late is in one of them.
     assert too_little(plan, list(map(min, *steps))) == []
@@ -206,10 +151,10 @@ def run_case_on_streams(name: str) -> Seen:
 
 
 def _run_uncounted(name: str) -> Seen:
-    run, events = RealRun(name), list[StepEvent]()
+    run, events = Training(CASES[name]), list[StepEvent]()
     with Issued() as issued, observed_by(StepObserver(events.append)):
         run.step()
-    return Seen(issued.found, _edges(events), [])
+    return Seen(issued.found, edges_of(events), [])
 
 
 _MEMORY_AND_TRAFFIC = {
@@ -220,36 +165,6 @@ _MEMORY_AND_TRAFFIC = {
 
 def _of_memory_and_traffic(edges: list[Edge]) -> list[Edge]:
     return [edge for edge in edges if edge[0] in _MEMORY_AND_TRAFFIC and edge[-1] == "begin"]
-
-
-def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
-    """Plan the same."""
-
-    def shard(model: typing.Any, mesh: typing.Any) -> None:
-        case.prepare(model)
-        case.shard(model, mesh)
-
-    run = Run(
-        on_meta(case.model()),
-        batch_on_meta(case.batch()),
-        case.mesh,
-        device=device,
-        rank=rank,
-        shard=shard,
-        optimizer=case.optimizer,
-        loss=torch.sum,
-        accumulate=case.accumulate,
-    )
-    seen = dry_run(run)
-    meter = seen.meter
-    collectives = [(c.op, c.nbytes) for c in meter.collectives[seen.first_collective :]]
-    second = next(e.opened for e in meter.events if e.kind == "step" and e.name == "2")
-    events = [e for e in meter.events if e.opened > second]
-    edges, totals = _edges(events), meter.totals()
-    at = {e.opened: e.begin for e in events} | {e.closed: e.end for e in events}
-    places = [seen.begin, *(int(at[place]) for place in sorted(at)), meter.position]
-    peaks = [max(totals[a : b + 1]) for a, b in itertools.pairwise(places)]
-    return Seen(collectives, edges, _without_frees(edges, peaks))
 
 
 def _check(name: str, spawn: Spawn) -> None:

@@ -1,4 +1,4 @@
-"""One of two ranks over NCCL on one card: python nccl_ranks.py (works | mlp 2 | gpt 1,2 | ...).
+"""One of two ranks over NCCL on one card: python nccl_ranks.py (works | mlp 2 | gpt meshes | ...).
 
 NCCL refuses two ranks on one card of one host. It goes by what NCCL_HOSTID says of the host, so
 with two names the ranks talk over the network, as those of two hosts do. That is slow, and right.
@@ -7,10 +7,14 @@ with two names the ranks talk over the network, as those of two hosts do. That i
 from __future__ import annotations
 
 import sys
+import typing
 
 import torch
 import torch.distributed as dist
 from test_mixed_precision_on_gpu import ROUNDING, ROUNDINGS, train_bf16
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 import one_card
 from models import CASES
@@ -29,13 +33,25 @@ def reach_each_other() -> None:
     assert gathered.tolist() == [2.0, 2.0]
 
 
-def train(name: str, mesh_shape: tuple[int, ...]) -> None:
+def train(name: str, mesh_shape: tuple[int, ...], **options: typing.Any) -> None:
     """Train beside a plain model on the batches of both ranks."""
     torch.manual_seed(0)
     ranks, case = CardRanks(mesh_shape), CASES[name]
-    model, plain = ranks.pair(case)
+    model, plain = ranks.pair(case, **options)
     found = [compare_training(case, model, plain, ranks)]
     assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+def train_on_several_meshes(name: str) -> None:
+    """Train with groups of two communicators, and of parameters that both ranks hold whole."""
+    other = init_device_mesh(CARD.type, (2,))
+
+    def place(param: nn.Parameter) -> typing.Any:
+        if param.dim() == 1:
+            return Replicate()
+        return other if param.shape[0] > param.shape[1] else None
+
+    train(name, (2,), shard_placement_fn=place)
 
 
 def train_in_bf16(name: str) -> None:
@@ -46,6 +62,9 @@ def train_in_bf16(name: str) -> None:
     assert_within([found], loss=tolerance, grad=tolerance, parameter=tolerance)
 
 
+_MODES = {"bf16": train_in_bf16, "meshes": train_on_several_meshes}
+
+
 def main() -> None:
     """Run what the command line names."""
     one_card.choose_card()
@@ -53,8 +72,8 @@ def main() -> None:
     dist.init_process_group("nccl")
     if sys.argv[1] == "works":
         reach_each_other()
-    elif sys.argv[2] == "bf16":
-        train_in_bf16(sys.argv[1])
+    elif sys.argv[2] in _MODES:
+        _MODES[sys.argv[2]](sys.argv[1])
     else:
         shape = tuple(int(size) for size in sys.argv[2].split(","))
         train(sys.argv[1], shape)

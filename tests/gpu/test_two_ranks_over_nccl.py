@@ -18,6 +18,7 @@ pytestmark = one_card.NEEDS_CARD
 
 HERE = pathlib.Path(__file__).parent
 LIMIT_S = 90
+STOPPED_S = 50
 PARTED_S = 60  # With the start of CUDA, and of NCCL over the network: tens of seconds.
 
 
@@ -25,12 +26,12 @@ def on_hosts_of_their_own(rank: int) -> dict[str, str]:
     return {"NCCL_HOSTID": f"host-{rank}"}
 
 
-def start_pair(*program: str, **more: str) -> list[Ended]:
+def start_pair(*program: str, limit_s: float = LIMIT_S, **more: str) -> list[Ended]:
     path = os.pathsep.join((str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")))
     return start_ranks(
         program,
         2,
-        limit_s=LIMIT_S,
+        limit_s=limit_s,
         by_rank=on_hosts_of_their_own,
         PYTHONPATH=path,
         NCCL_SOCKET_IFNAME="lo",
@@ -50,7 +51,14 @@ def pair_works() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("mlp", "2"), ("gpt", "2"), ("gpt", "1,2"), ("gpt", "2,1"), ("gpt", "bf16")],
+    [
+        ("mlp", "2"),
+        ("gpt", "2"),
+        ("gpt", "1,2"),
+        ("gpt", "2,1"),
+        ("gpt", "bf16"),
+        ("gpt", "meshes"),
+    ],
     ids=" ".join,
 )
 def test_two_ranks_train_as_one(arguments: tuple[str, ...]) -> None:
@@ -65,19 +73,12 @@ SAID = {
 }
 
 
-LATER = (
-    "skip_a_block",
-    "swap_two_blocks",
-    "compute_a_norm",
-    "evaluate",
-    "end",
-    "raise_an_exception",
-)
+LATER = [name for name in SAID if name != "be_killed"]
+AT_FIRST = ("skip_a_block", "compute_a_norm", "evaluate", "end")
 
 
 @pytest.mark.parametrize(
-    ("name", "when"),
-    [*((name, "late") for name in LATER), ("skip_a_block", "first"), ("end", "first")],
+    ("name", "when"), [*((name, "late") for name in LATER), *((name, "first") for name in AT_FIRST)]
 )
 def test_ranks_that_part_are_told_and_end(name: str, when: str) -> None:
     """The other rank's card waits in a collective that never ends, unless it is aborted."""
@@ -86,6 +87,16 @@ def test_ranks_that_part_are_told_and_end(name: str, when: str) -> None:
     assert told.code not in (0, None), told.output
     assert SAID[name] in told.output, told.output
     assert "rank 1" in told.output, told.output
+
+
+def test_a_rank_that_is_stopped_is_told_and_nothing_ends() -> None:
+    """A person may look at it in a debugger."""
+    told = start_pair(parting_cases.__file__, "be_stopped", "1", "late", "cuda", limit_s=STOPPED_S)[
+        0
+    ]
+    assert told.code is None, told.output
+    assert "rank 1 is stopped (SIGSTOP, a debugger)" in told.output, told.output
+    assert "The run goes on." in told.output, told.output
 
 
 def test_a_rank_that_is_killed_ends_the_other() -> None:

@@ -268,6 +268,11 @@ def be_killed(run: Run) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def be_stopped(run: Run) -> None:
+    if run.is_odd:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def lose_the_network(run: Run) -> None:
     if run.is_odd:
         cut = ("ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down")
@@ -297,7 +302,7 @@ def main() -> None:
     run.shard()
     for _ in range(4 if is_late else 0):
         run.step()
-    others = {"sleep": (sleep, ""), "lose_the_network": (lose_the_network, "")}
+    others = {case.__name__: (case, "") for case in (sleep, be_stopped, lose_the_network)}
     {**IN_PROCESS, **IN_OWN_PROCESS, **others}[name][0](run)
     for _ in range(4):
         run.step()

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 _ROUNDS = 10
 _WINDOW_S = 0.01
-_PRODUCTS = (32, 64, 128, 256, 512, 1024, 2048)
+_PRODUCTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _MEMORY = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
+_MORE_MEMORY = (*_MEMORY, 2**28)  # More than the cache of an accelerator.
 _SENT = (2**14, 2**20, 2**23, 2**25)
 _LARGE = 2**23
 _SLOW_S = 0.1
@@ -206,7 +207,8 @@ def _rates(points: _Points) -> Curve:
 def _products(clock: _Clock, dtype: torch.dtype) -> _Points:
     points = []
     for size in _PRODUCTS:
-        matrix = torch.ones(size, size, dtype=dtype, device=clock.device)
+        # Not of one number: how fast a card multiplies depends on its power, and that on them.
+        matrix = torch.arange(size * size, device=clock.device).sin().to(dtype).view(size, size)
         probe = clock.add(lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]
         points.append((2.0 * size**3, probe))
         if probe.seconds > _SLOW_S:
@@ -217,7 +219,7 @@ def _products(clock: _Clock, dtype: torch.dtype) -> _Points:
 def _memory(clock: _Clock, call: Callable[[Tensor], Tensor], num_tensors: int) -> _Points:
     """Time an operator that reads and writes so many tensors as large as its own."""
     points = []
-    for nbytes in _MEMORY:
+    for nbytes in _MEMORY if clock.on_cpu else _MORE_MEMORY:
         tensor = torch.ones(nbytes // 4, device=clock.device)
         probe = clock.add(lambda tensor=tensor: call(tensor))  # type: ignore[misc]
         points.append((float(nbytes * num_tensors), probe))
