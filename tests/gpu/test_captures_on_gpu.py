@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 import typing
 
@@ -30,6 +31,8 @@ pytestmark = one_card.NEEDS_CARD
 NUM_STEPS = 20
 FAKE_SIZE = 64
 HOST_S = 200e-6
+LARGE = 2**26
+"""Elements of a tensor, 256 MiB."""
 BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -112,30 +115,46 @@ def test_a_forward_in_torchs_own_capture_is_refused(on_card: Spawn) -> None:
     assert "shardkit.capture(step, model)" in found
 
 
-def read_a_value() -> str:
+def draw() -> list[float]:
+    return torch.rand(8, device=one_card.CARD).tolist()
+
+
+def read_a_value() -> tuple[str, int, bool]:
+    """Return the error, the bytes that stay reserved, and whether random numbers go on."""
     ranks, case = CardRanks(), CASES["gpt"]
     model = ranks.shard(case, ranks.make(case))
 
     def step(*batch: Tensor) -> float:
-        loss = case.loss(model, batch)
+        large = torch.ones(LARGE, device=one_card.CARD)
+        loss = case.loss(model, batch) * large.mean()
         loss.backward()
         for param in model.parameters():
             param.grad = None
         return loss.item()
 
-    captured = shardkit.capture(step, model)
+    captured, said = shardkit.capture(step, model), "nothing was raised"
+    torch.cuda.manual_seed(5)
+    draw()
     try:
         for index in range(4):
             captured(*ranks.batch(case, index))
     except StateError as error:
-        case.loss(model, ranks.batch(case, 0)).backward()
-        return str(error)
-    return "nothing was raised"
+        said = str(error)
+    found = draw()
+    torch.cuda.manual_seed(5)
+    expected = [draw() for _ in range(2)][1]
+    case.loss(model, ranks.batch(case, 0)).backward()
+    del captured, step
+    gc.collect()
+    torch.cuda.empty_cache()
+    return said, torch.cuda.memory_reserved(), found == expected
 
 
-def test_a_step_that_reads_a_value_is_refused(on_card: Spawn) -> None:
-    (found,) = on_card(read_a_value, 1)
-    assert "cannot be captured" in found
+def test_a_step_that_reads_a_value_is_refused_and_all_goes_on(on_card: Spawn) -> None:
+    [(said, reserved, numbers_go_on)] = on_card(read_a_value, 1)
+    assert "cannot be captured" in said
+    assert numbers_go_on
+    assert reserved < 4 * LARGE, "memory of the broken graph stays reserved"
 
 
 def time_replays() -> list[float]:

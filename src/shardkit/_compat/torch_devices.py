@@ -71,6 +71,27 @@ def _note_captures() -> None:
     cls.capture_begin, cls.capture_end = capture_begin, capture_end
 
 
+def end_broken_capture(index: int, pool: Any) -> None:
+    """Undo what torch leaves of a capture whose end raised.
+
+    Torch (2.9 to 2.13) goes on to count allocations for the graph, keeps its memory, and the
+    generator of random numbers believes that it is captured: no number can be drawn.
+
+    Args:
+        index: Number of the CUDA device.
+        pool: Memory pool of the graph.
+    """
+    # They raise if torch has done it: then something else raised, and the capture has ended.
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    # The end of a capture that is whole tells the generator; its numbers stay where they are.
+    with torch.cuda.device(index):
+        number = torch.zeros(1, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            number.zero_()
+
+
 def register_device_module(name: str) -> None:
     """Give torch a module of a device type, for functions that look for one: checkpoint does.
 

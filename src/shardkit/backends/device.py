@@ -143,8 +143,13 @@ class AcceleratorDevice:
                 msg = "a step cannot be captured while another CUDA graph is: end that first."
                 raise StateError(msg)
         # Other threads, as the collective library's, may ask the device about earlier work.
-        with self._module.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            yield
+        mode, pool = "thread_local", self._module.graph_pool_handle()
+        try:
+            with self._module.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+                yield
+        except BaseException:
+            torch_devices.end_broken_capture(self.device.index, pool)
+            raise
 
     def is_capturing(self) -> bool:
         """Whether what is issued on the current stream is captured."""

@@ -1,14 +1,17 @@
-"""While a CUDA graph is captured no other thread asks the device; none begins while one does."""
+"""While a CUDA graph is captured no other thread asks the device; what a broken one leaves."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import typing
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from shardkit._compat import torch_devices
+from shardkit.backends.device import AcceleratorDevice
 
 
 class Graph:
@@ -68,3 +71,36 @@ def test_a_capture_waits_for_who_asks() -> None:
     assert not thread.is_alive()
     graph.capture_end()
     assert may_ask()
+
+
+class Cuda:
+    """A device's module whose captures end well, or not."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        self.breaks = breaks
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return (0, 7)
+
+    @contextlib.contextmanager
+    def graph(self, *_: object, pool: tuple[int, int], **__: object) -> typing.Iterator[None]:
+        assert pool == self.graph_pool_handle()
+        yield
+        if self.breaks:
+            msg = "operation failed due to a previous error during capture"
+            raise RuntimeError(msg)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_a_broken_capture_leaves_is_undone(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    undone: list[object] = []
+    monkeypatch.setattr(torch_devices, "end_broken_capture", lambda *given: undone.append(given))
+    device = AcceleratorDevice.__new__(AcceleratorDevice)
+    device.device, device._module = torch.device("cuda", 1), Cuda(breaks=breaks)  # noqa: SLF001
+    expected = pytest.raises(RuntimeError, match="previous error") if breaks else nullcontext()
+    stream: typing.Any = None
+    with expected, device.capturing(None, stream):
+        pass
+    assert undone == ([(1, (0, 7))] if breaks else [])
