@@ -254,6 +254,16 @@ def without_frees(edges: list[Edge], peaks: list[int]) -> list[int]:
     return joined
 
 
+_MEMORY_AND_TRAFFIC = {
+    *("allocate", "free", "take", "return"),
+    *("gather", "reduce_scatter", "all_reduce", "reshard"),
+}
+
+
+def of_memory_and_traffic(edges: list[Edge]) -> list[Edge]:
+    return [edge for edge in edges if edge[0] in _MEMORY_AND_TRAFFIC and edge[-1] == "begin"]
+
+
 class Training:
     """A rank that trains as people do; after two steps its next step is as all that follow."""
 

@@ -21,6 +21,7 @@ from planned_runs import (
     Seen,
     Training,
     edges_of,
+    of_memory_and_traffic,
     planned,
     without_frees,
 )
@@ -157,16 +158,6 @@ def _run_uncounted(name: str) -> Seen:
     return Seen(issued.found, edges_of(events), [])
 
 
-_MEMORY_AND_TRAFFIC = {
-    *("allocate", "free", "take", "return"),
-    *("gather", "reduce_scatter", "all_reduce", "reshard"),
-}
-
-
-def _of_memory_and_traffic(edges: list[Edge]) -> list[Edge]:
-    return [edge for edge in edges if edge[0] in _MEMORY_AND_TRAFFIC and edge[-1] == "begin"]
-
-
 def _check(name: str, spawn: Spawn) -> None:
     case = CASES[name]
     for rank, real in enumerate(spawn(run_case, math.prod(case.mesh), name, timeout_s=300)):
@@ -239,4 +230,4 @@ def test_a_plan_for_an_accelerator_is_what_its_ranks_do(name: str, spawn: Spawn)
     ):
         plan = planned(case, rank, "cuda")
         assert plan.collectives == real.collectives
-        assert _of_memory_and_traffic(plan.edges) == _of_memory_and_traffic(real.edges)
+        assert of_memory_and_traffic(plan.edges) == of_memory_and_traffic(real.edges)

@@ -209,7 +209,7 @@ IN_PROCESS = by_name(
     (end_a_block_early, "blocks.3"),
     (run_a_block_twice, "blocks.1"),
     (freeze_a_parameter, "blocks.1.up.weight"),
-    (take_an_extra_micro_batch, "forward"),
+    (take_an_extra_micro_batch, "take as many micro-batches"),
     (go_backward_twice, "Tensor.backward"),
     (go_backward_never, "in forward"),
     (catch_an_exception_in_forward, "before that it met ValueError: bad batch"),

@@ -183,6 +183,7 @@ def _facts_of(settings: Sequence[tuple[str, Any]]) -> _Facts:
 
 
 _piece_of: Callable[[Any], Any] = operator.attrgetter("param.local_piece")
+_gradient_of: Callable[[Any], Any] = operator.attrgetter("param.grad")
 
 
 class _Frozen:
@@ -308,12 +309,12 @@ class _Gradients:
 
     def note_left(self) -> None:
         """Note what a step has left, for a graph at fixed addresses."""
-        self._left = [entry.param.grad for entry in self._entries]
+        self._left = self._found = [*map(_gradient_of, self._entries)]
 
     def check(self) -> None:
         """Raise if a step would add to gradients that the graph does not know."""
-        for entry, grad in zip(self._entries, self._left, strict=True):
-            found = entry.param.grad
+        self._found = [*map(_gradient_of, self._entries)]
+        for entry, found, grad in zip(self._entries, self._found, self._left, strict=True):
             if found is None or (found is grad and self._are_dropped):
                 continue
             msg = (
@@ -323,9 +324,9 @@ class _Gradients:
             raise StateError(msg)
 
     def show(self) -> None:
-        """Set what a replay has computed."""
-        for entry, grad in zip(self._entries, self._left, strict=True):
-            if entry.param.grad is not grad:
+        """Set what a replay has computed, where it was not there when it was checked."""
+        for entry, found, grad in zip(self._entries, self._found, self._left, strict=True):
+            if found is not grad:
                 entry.param.grad = grad
 
 

@@ -418,7 +418,7 @@ class GroupGradients:
     @property
     def has_pending(self) -> bool:
         """Whether anything waits: gradients, or sums that were not all-reduced."""
-        return self.has_collected or self.has_partials
+        return any(each.has_collected or each.partial is not None for each in self.buckets)
 
     @property
     def needs_settling(self) -> bool:

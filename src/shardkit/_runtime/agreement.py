@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad", "maximize")
 _NUM_FIRST, _INTERVAL = 4, 50
-"""Settings are read in the first backwards, and then in every fiftieth."""
+"""Settings are read in the first backwards, and then in every fiftieth; steps always."""
 
 _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -62,9 +62,9 @@ class Steps(NamedTuple):
 
     Attributes:
         kind: Name of its class.
-        num_taken: Number of its steps since ranks compared.
-        settings: Settings of its parameter groups: for each the name of its first sharded
-            parameter, and settings in words.
+        num_taken: Number of its steps since settings were compared.
+        settings: Settings of its parameter groups, where they are compared: for each the name of
+            its first sharded parameter, and settings in words.
     """
 
     kind: str
@@ -79,6 +79,7 @@ class OwnActions:
         self._groups = groups
         self._mesh = mesh
         self._known = weakref.WeakKeyDictionary(_steps)
+        self._updates: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._num_pickled = Pickled.count
         self._num_asked = 0
 
@@ -87,17 +88,32 @@ class OwnActions:
         self._num_asked += 1
         pickled = "" if self._num_pickled == Pickled.count else Pickled.name
         self._num_pickled = Pickled.count
+        known, taken = self._known, []
         if self._num_asked > _NUM_FIRST and self._num_asked % _INTERVAL:
-            return [], pickled
-        known, self._known = self._known, weakref.WeakKeyDictionary(_steps)
-        entries = {id(entry) for entry in self._mesh.entries_of(self._groups)}
-        found = []
+            for optimizer, count in list(_steps.items()):
+                if self._has_part_in(optimizer) and count != known.get(optimizer, 0):
+                    number = count - known.get(optimizer, 0)
+                    taken.append(Steps(type(optimizer).__name__, number, ()))
+            return taken, pickled
+        self._known = weakref.WeakKeyDictionary(_steps)
+        self._updates.clear()  # Parameters may have been added.
+        entries = self._entries()
         for optimizer, count in list(_steps.items()):
             settings = tuple(_settings_of(optimizer, entries))
             if settings and count != known.get(optimizer, 0):
-                taken = count - known.get(optimizer, 0)
-                found.append(Steps(type(optimizer).__name__, taken, settings))
-        return found, pickled
+                number = count - known.get(optimizer, 0)
+                taken.append(Steps(type(optimizer).__name__, number, settings))
+        return taken, pickled
+
+    def _has_part_in(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer updates parameters that lie on the mesh."""
+        found = self._updates.get(optimizer)
+        if found is None:
+            found = self._updates[optimizer] = any(_settings_of(optimizer, self._entries()))
+        return found
+
+    def _entries(self) -> set[int]:
+        return {id(entry) for entry in self._mesh.entries_of(self._groups)}
 
 
 def _settings_of(optimizer: Optimizer, entries: set[int]) -> Iterator[tuple[str, str]]:
@@ -138,9 +154,10 @@ def first_difference(of_ranks: Sequence[Sequence[Steps]]) -> str | None:
             counts = [0 if each is None else each.num_taken for each in (here, there)]
             if here is None or there is None or here[:2] != there[:2]:
                 return (
-                    f"optimizers differ between ranks: since ranks last compared, {kind} took "
-                    f"{counts[0]} steps on position 0 of the process group, and {counts[1]} on "
-                    f"position {rank}. Each rank updates its own pieces: call step() on every rank."
+                    f"optimizers differ between ranks: since ranks last compared its settings, "
+                    f"{kind} took {counts[0]} steps on position 0 of the process group, and "
+                    f"{counts[1]} on position {rank}. Each rank updates its own pieces: take as "
+                    f"many micro-batches, and call step() as often, on every rank."
                 )
             for (name, a), (_, b) in zip(here.settings, there.settings, strict=False):
                 if a != b:

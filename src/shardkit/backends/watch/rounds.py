@@ -72,7 +72,7 @@ class Rounds:
     """
 
     def __init__(self, store: RunStore, world_size: int, rank: int) -> None:
-        self.statuses: list[RankStatus] = []  # Of the last round that was asked here, by rank.
+        self.statuses: list[RankStatus] = []  # Of the last round by rank, if it was asked here.
         self.num_rounds = 0  # Number of rounds that were asked here.
         self.store = store
         self._world_size = world_size
@@ -129,6 +129,7 @@ class Rounds:
                 self._wake(number)
             return None
         result = Result.load(self.store.get(f"result/{number}"))
+        self.statuses = []
         self._suspicion = ""
         for rank in range(self._world_size):
             if rank in result.silent:

@@ -274,14 +274,20 @@ def process_of(name: str, rank: int) -> int | None:
     return None
 
 
-def keep_diagnosis(name: str, text: str, statuses: Sequence[RankStatus]) -> None:
-    """Leave a file with what ended a run, and what the ranks answered."""
+def keep_diagnosis(
+    name: str, text: str, statuses: Sequence[RankStatus], *, of_all_ranks: bool
+) -> None:
+    """Leave a file with what ended a run, and where ranks were.
+
+    What one rank knows of itself does not take the place of what another one has left.
+    """
     own = _own_folder(make=True)
     if own is None:
         return
     content = {"text": text, "answers": [status.dump() for status in statuses], "at": time.time()}
     with contextlib.suppress(OSError):
-        (own / f"{name}.diagnosis").write_text(json.dumps(content))
+        with (own / f"{name}.diagnosis").open("w" if of_all_ranks else "x") as file:
+            json.dump(content, file)
         for old in _diagnoses()[_MAX_DIAGNOSES:]:
             old.unlink()
 

@@ -556,7 +556,7 @@ class Watchdog:
                 for wait in self._all_waits(watch_settings.ask_after_s):
                     wait.next_look = min(wait.next_look, again_at)
                 if diagnosis is not None:
-                    self._take_up(diagnosis, self._rounds.store)
+                    self._take_up(diagnosis, self._rounds.store, self._rounds.statuses)
         except dist.DistNetworkError:
             self._rounds = None
             if self._all_waits(0.0) and self._is_in_use():  # Its process has ended.
@@ -598,13 +598,21 @@ class Watchdog:
 
     # --- what follows ---
 
-    def _take_up(self, diagnosis: Diagnosis, store: RunStore) -> None:
-        """Do what follows from a round: end the waits, or tell who looks at this process."""
+    def _take_up(
+        self, diagnosis: Diagnosis, store: RunStore, answers: Sequence[RankStatus] = ()
+    ) -> None:
+        """Do what follows from a round: end the waits, or tell who looks at this process.
+
+        Args:
+            diagnosis: What was found out.
+            store: Keys of the run, over the connection of the thread that calls.
+            answers: Those of the ranks, where this one has asked.
+        """
         if not diagnosis.is_final:
             self._tell(diagnosis)
             return
         if diagnosis.doomed.get(str(self.rank)) == what_is_awaited(self.status(details=False)):
-            self._end(diagnosis.text, store, diagnosis.in_calls)
+            self._end(diagnosis.text, store, diagnosis.in_calls, answers=answers)
         else:
             if self.rank in diagnosis.in_calls:  # Nobody needs to wait for it.
                 store.set(f"raised/{self.rank}", "")
@@ -630,6 +638,7 @@ class Watchdog:
         store: RunStore | None = None,
         in_calls: Sequence[int] = (),
         *,
+        answers: Sequence[RankStatus] = (),
         is_store_silent: bool = False,
     ) -> None:
         """End all waits: they are proved to be in vain.
@@ -639,13 +648,15 @@ class Watchdog:
             store: Keys of the run, over the connection of the thread that calls.
             in_calls: Ranks inside of collectives of the user's. The first end that another rank
                 puts to its waits ends those too, by an error of the engine, so they are awaited.
+            answers: What all ranks have answered, where this one has asked.
             is_store_silent: Whether the store answers no request.
         """
         if self.final_text is not None:
             return
         self.final_text = text
-        if self._rounds is not None and self._rounds.statuses:
-            runs.keep_diagnosis(self._store.run, text, self._rounds.statuses)
+        runs.keep_diagnosis(
+            self._store.run, text, answers or [self.status()], of_all_ranks=bool(answers)
+        )
         world = dist.group.WORLD  # Read first: if the store is still ours, so is this.
         call = self._call if self._is_in_use() else None
         if not self._waits:  # Else whoever waits raises it.
