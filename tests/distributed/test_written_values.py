@@ -450,6 +450,32 @@ def test_writes_alike_in_every_step_cost_no_exchange(spawn: Spawn) -> None:
 # --- optimizers, and what is saved ----------------------------------------------------------------
 
 
+def leave_a_step_out(num_before: int) -> None:
+    """Train; after so many steps rank 1 takes a micro-batch more, and others go on by a step."""
+    model, other = sharded((2,)), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    of_other = torch.optim.SGD(other.parameters(), lr=0.01)
+    for number in range(num_before + 1):
+        model(torch.randn(4, 6)).square().mean().backward()
+        if number < num_before or dist.get_rank() == 0:
+            optimizer.step()
+        other(torch.ones(2)).sum().backward()
+        for _ in range(dist.get_rank()):  # It is no part of what is sharded.
+            of_other.step()
+    model(torch.randn(4, 6)).square().mean().backward()
+
+
+@pytest.mark.parametrize("num_before", [2, 7, 20])
+def test_a_micro_batch_more_is_told_in_the_next_backward(
+    spawn_errors: Spawn, num_before: int
+) -> None:
+    for error in spawn_errors(leave_a_step_out, 2, num_before):
+        assert error is not None
+        assert error.type_name == "RankMismatchError", error.traceback
+        assert "take as many micro-batches, and call step() as often" in error.message
+        assert "leave_a_step_out" in error.traceback
+
+
 def act_alone(what: str, mesh_shape: tuple[int, ...]) -> list[str]:
     """Train; do something on rank 0 only; return what is warned of."""
     model = sharded(mesh_shape)

@@ -2,8 +2,7 @@
 
 | branch | until which torch |
 | --- | --- |
-| ``symmetric_kinds``: there are none | 2.10 |
-| ``symmetric_kinds``: there is an all-gather only | 2.12 |
+| ``symmetric_kinds``: there are none | 2.11 |
 | ``mesh_info_of``: there are no answers of this kind | 2.12 |
 """
 
@@ -65,7 +64,7 @@ def mesh_info_of(answer: Any) -> MeshInfo | None:
 def symmetric_kinds(device_type: str) -> list[Any]:
     """Return FSDP2's classes of collectives out of symmetric memory: all-gather, reduce-scatter.
 
-    The second from torch 2.13 on; none at all for other devices than CUDA's.
+    From torch 2.12 on; none at all for other devices than CUDA's.
     """
     if device_type != "cuda":
         return []

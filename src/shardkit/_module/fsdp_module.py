@@ -704,7 +704,7 @@ class FSDPModule(_Base):
                 msg = (
                     f"set_symm_mem_for_comm: {group.name!r} is on {device_type!r} "
                     f"devices and torch is {torch.__version__}; symmetric memory of {backend} is "
-                    f"there on CUDA devices, from torch 2.11 on. Leave the call out."
+                    f"there on CUDA devices, from torch 2.12 on. Leave the call out."
                 )
                 raise StateError(msg)
             num_used = 1 + comm.force_sum if group.unsharded_nbytes <= max_bytes else 0

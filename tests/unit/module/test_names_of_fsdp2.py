@@ -48,5 +48,5 @@ def test_every_function(name: str) -> None:
 
 def test_symmetric_memory_is_refused_where_there_is_none() -> None:
     module = shardkit.fully_shard(nn.Linear(2, 2), mesh=recording_mesh((1,))[0])
-    with pytest.raises(StateError, match=r"is on 'cpu' devices.*CUDA devices, from torch 2\.11"):
+    with pytest.raises(StateError, match=r"is on 'cpu' devices.*CUDA devices, from torch 2\.12"):
         module.set_symm_mem_for_comm()

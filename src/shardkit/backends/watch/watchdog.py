@@ -604,9 +604,9 @@ class Watchdog:
         """Do what follows from a round: end the waits, or tell who looks at this process.
 
         Args:
-            diagnosis: What was found out.
+            diagnosis: Diagnosis of the round.
             store: Keys of the run, over the connection of the thread that calls.
-            answers: Those of the ranks, where this one has asked.
+            answers: Statuses of all ranks in it, if this one has asked.
         """
         if not diagnosis.is_final:
             self._tell(diagnosis)
@@ -648,7 +648,7 @@ class Watchdog:
             store: Keys of the run, over the connection of the thread that calls.
             in_calls: Ranks inside of collectives of the user's. The first end that another rank
                 puts to its waits ends those too, by an error of the engine, so they are awaited.
-            answers: What all ranks have answered, where this one has asked.
+            answers: Statuses of all ranks in the last round, if this one has asked.
             is_store_silent: Whether the store answers no request.
         """
         if self.final_text is not None:

@@ -126,9 +126,12 @@ def test_who_only_looks_on_ends_nothing(store: RunStore) -> None:
 def test_who_comes_second_reads_what_the_first_found(store: RunStore) -> None:
     store.claim("asks/1", "0")
     store.set("result/1", to_text(Result(Diagnosis(is_final=False, text="later"), [1])))
-    diagnosis = Rounds(store, 2, 1).ask()
+    rounds = Rounds(store, 2, 1)
+    rounds.statuses = [RankStatus(0), RankStatus(1)]
+    diagnosis = rounds.ask()
     assert diagnosis is not None
     assert diagnosis.text == "later"
+    assert rounds.statuses == [], "they are of a round before"
     assert store.add("rounds", 0) == 0
 
 

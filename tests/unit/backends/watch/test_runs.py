@@ -59,14 +59,15 @@ def test_a_host_without_a_place_for_files_has_none(
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(runs, "folder", lambda: tmp_path / "file" / "runs")
     assert runs.register(run("nowhere")) is None
-    runs.keep_diagnosis("nowhere", "text", [])
+    runs.keep_diagnosis("nowhere", "text", [], of_all_ranks=True)
     assert runs.last_diagnosis() is None
 
 
 def test_the_last_diagnosis_is_found_with_its_answers(place: Path) -> None:
     assert runs.last_diagnosis() is None
-    runs.keep_diagnosis("first", "rank 1 is gone", [])
-    runs.keep_diagnosis("second", "rank 0 is stopped", [RankStatus(0, "host", 7, "stopped")])
+    stopped = [RankStatus(0, "host", 7, "stopped")]
+    runs.keep_diagnosis("first", "rank 1 is gone", [], of_all_ranks=True)
+    runs.keep_diagnosis("second", "rank 0 is stopped", stopped, of_all_ranks=True)
     os.utime(place / "first.diagnosis", (1, 1))
     found = runs.last_diagnosis()
     assert found is not None
@@ -74,9 +75,20 @@ def test_the_last_diagnosis_is_found_with_its_answers(place: Path) -> None:
     assert [RankStatus.load(text).state for text in found["answers"]] == ["stopped"]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_one_rank_knows_does_not_replace_what_all_answered(place: Path, first: bool) -> None:
+    for of_all_ranks in (first, not first):
+        answers = [RankStatus(rank) for rank in range(1 + of_all_ranks)]
+        runs.keep_diagnosis("run", "rank 1 is gone", answers, of_all_ranks=of_all_ranks)
+    [path] = place.glob("*.diagnosis")
+    found = runs.last_diagnosis()
+    assert found is not None, path
+    assert len(found["answers"]) == 2
+
+
 def test_only_the_latest_diagnoses_are_kept(place: Path) -> None:
     for number in range(30):
-        runs.keep_diagnosis(f"run-{number}", "text", [])
+        runs.keep_diagnosis(f"run-{number}", "text", [], of_all_ranks=True)
     assert len(list(place.glob("*.diagnosis"))) == 20
 
 
@@ -90,7 +102,7 @@ def test_a_folder_that_others_may_use_is_not_used(place: Path, mode: int) -> Non
     place.mkdir(mode=0o700)
     place.chmod(mode)
     assert runs.register(run("mine")) is None
-    runs.keep_diagnosis("mine", "text", [])
+    runs.keep_diagnosis("mine", "text", [], of_all_ranks=True)
     assert [*place.iterdir()] == []
 
 
