@@ -171,6 +171,12 @@ def run_tests(session: nox.Session, marks: str, paths: Sequence[str] = (), **opt
     session.run("pytest", "-m", marks, *wanted, **options)
 
 
+def run_simulated(session: nox.Session) -> None:
+    """Run cases of all backends, and others that were written for CPU ranks, on that device."""
+    wanted = (*SIMULATED, *(session.posargs or IN_PARALLEL))
+    session.run("pytest", "--simulated", "-m", NEED_NOTHING, *wanted)
+
+
 def fresh_examples() -> tuple[str, ...]:
     """Return options of pytest by which property tests draw examples that were never tried."""
     seed = secrets.randbelow(2**32)
@@ -220,6 +226,16 @@ def helpers(session: nox.Session) -> None:
 
 
 @nox.session
+def everything(session: nox.Session) -> None:
+    """Run at once what `tests` and `helpers` run, and the scenarios of `streams`, as .ci/run does.
+
+    One run collects once, and starts the ranks of each number once.
+    """
+    install(session, "test")
+    run_tests(session, NEED_NOTHING)
+
+
+@nox.session
 def sequences(session: nox.Session) -> None:
     """Try what users do to a sharded model and to a plain one in sequences that are new each time.
 
@@ -260,9 +276,14 @@ def streams(session: nox.Session) -> None:
     """Run the accelerator's path on a simulated device: streams, events, memory, without a card."""
     install(session, "test")
     run_tests(session, "streams")
-    # Cases of all backends, and others that were written for CPU ranks.
-    wanted = (*SIMULATED, *(session.posargs or IN_PARALLEL))
-    session.run("pytest", "--simulated", "-m", NEED_NOTHING, *wanted)
+    run_simulated(session)
+
+
+@nox.session
+def simulated(session: nox.Session) -> None:
+    """Run the second half of `streams`: cases of CPU ranks, on the simulated device."""
+    install(session, "test")
+    run_simulated(session)
 
 
 @nox.session
