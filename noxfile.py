@@ -171,6 +171,12 @@ def run_tests(session: nox.Session, marks: str, paths: Sequence[str] = (), **opt
     session.run("pytest", "-m", marks, *wanted, **options)
 
 
+def files_with(*words: str) -> list[str]:
+    """Return the files of tests in which one of these words stands; the others need no import."""
+    files = sorted(Path("tests").rglob("test_*.py"))
+    return [str(file) for file in files if any(word in file.read_text() for word in words)]
+
+
 def run_simulated(session: nox.Session) -> None:
     """Run cases of all backends, and others that were written for CPU ranks, on that device."""
     wanted = (*SIMULATED, *(session.posargs or IN_PARALLEL))
@@ -396,7 +402,8 @@ def xla(session: nox.Session) -> None:
     # In processes of their own, for torch_xla replaces functions of torch where it is imported.
     # Arguments may select tests of one kind only: then the other run finds none, which is 5.
     codes = [0, 5] if session.posargs else [0]
-    run_tests(session, "xla", success_codes=codes)
+    marked = files_with("mark.xla", "XLA_MARKS", "on_meshes(")
+    run_tests(session, "xla", ("tests/xla", *marked), success_codes=codes)
     on_xla = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     folder = tempfile.mkdtemp(dir=session.create_tmp())
     session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)
