@@ -59,6 +59,11 @@ NEED_NOTHING = (  # no more than torch
 # file stay together: they share what takes long to make.
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
 
+# What ranks find imported in `models` and `frameworks`: seconds for each of them. None starts a
+# thread, which the process that ranks are forked from must not have.
+PRELOADED = "transformers.modeling_utils peft torchao bitsandbytes accelerate lightning"
+BESIDE_PACKAGES = {"HF_HUB_OFFLINE": "1", "SHARDKIT_TEST_PRELOAD": PRELOADED}
+
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [
     f"tests/distributed/test_{name}.py"
@@ -319,9 +324,8 @@ def models(session: nox.Session) -> None:
     blocks of docs/ that need these packages.
     """
     install(session, "models")
-    session.env["HF_HUB_OFFLINE"] = "1"
     folders = ("tests/real_models", "tests/packages", "tests/docs")
-    run_tests(session, "models and not eight_ranks", folders)
+    run_tests(session, "models and not eight_ranks", folders, env=BESIDE_PACKAGES)
 
 
 @nox.session
@@ -351,8 +355,16 @@ def late(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Test shardkit beside packages that train models, such as Accelerate, of pinned versions."""
     install(session, "frameworks")
-    session.env["HF_HUB_OFFLINE"] = "1"
-    session.run("pytest", "-m", "frameworks", "tests/frameworks", "tests/docs", *session.posargs)
+    run_tests(session, "frameworks", ("tests/frameworks", "tests/docs"), env=BESIDE_PACKAGES)
+
+
+@nox.session
+def models_and_frameworks(session: nox.Session) -> None:
+    """Run at once what `models` and `frameworks` run, as .ci/run does."""
+    install(session, "models", "frameworks")
+    folders = ("tests/real_models", "tests/packages", "tests/frameworks", "tests/docs")
+    marks = "(models or frameworks) and not eight_ranks"
+    run_tests(session, marks, folders, env=BESIDE_PACKAGES)
 
 
 @nox.session

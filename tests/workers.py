@@ -38,10 +38,12 @@ if typing.TYPE_CHECKING:
     import types
     from collections.abc import Callable, Mapping, Sequence
 
-# Workers are forked from a process that has imported once what takes seconds: torch, and what
-# shardkit and the first step of an optimizer import.
+# Workers are forked from a process that has imported once what takes seconds: torch, what shardkit
+# and the first step of an optimizer import, and the packages that a session names. It passes over
+# those that are not there, and must have no thread but one.
+_PACKAGES = os.environ.get("SHARDKIT_TEST_PRELOAD", "").split()
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", *TAKE_LONG, "shardkit"])
+_context.set_forkserver_preload(["torch", *TAKE_LONG, "shardkit", *_PACKAGES])
 
 Spawn = typing.Callable[..., list[typing.Any]]
 """What the fixtures ``spawn`` and ``spawn_errors`` are: see `Pools`, whose methods they call."""
