@@ -131,7 +131,6 @@ EXAMPLES = [
     (4, "tensor_parallel"),
     (4, "experts"),
     (4, "pipeline"),
-    (4, "pipeline", "--schedule", "interleaved"),
     (4, "pipeline", "--schedule", "zbv"),
     (2, "distill"),
     (2, "lora"),
