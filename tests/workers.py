@@ -117,6 +117,18 @@ def in_each(
     return found
 
 
+def spawn_each(
+    spawn: Spawn,
+    choices: Mapping[str, object],
+    fn: Callable[..., typing.Any],
+    world_size: int,
+    *args: object,
+) -> dict[str, list[typing.Any]]:
+    """Return by name what ``spawn(fn, world_size, *args, choice)`` would, of cases in one call."""
+    by_rank = spawn(in_each, world_size, choices, fn, *args, timeout_s=60 + 20 * len(choices))
+    return {name: [found[name] for found in by_rank] for name in choices}
+
+
 class WorkerError(Exception):
     """Ranks failed in a call; the message shows each one's traceback or stacks, and output."""
 
