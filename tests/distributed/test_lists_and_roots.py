@@ -32,7 +32,7 @@ from shardkit import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,18 +160,16 @@ def train_after_unshard(names: list[str], how: str) -> Differences:
     return differences
 
 
-@pytest.mark.parametrize("how", ["at once", "waited for", "not waited for"])
 @pytest.mark.parametrize(
     "names",
     [["layers.1"], ["layers.2"], ["layers.2", "layers.0", "layers.1"], ["", "layers.0"]],
     ids=str,
 )
-def test_modules_are_unsharded_before_the_first_forward(
-    spawn: Spawn, names: list[str], how: str
-) -> None:
-    shown = {} if how == "not waited for" else {"shown": 0.0}
-    found = spawn(train_after_unshard, 3, names, how)
-    assert_within(found, grad=TOLERANCE, parameter=TOLERANCE, **shown)
+def test_modules_are_unsharded_before_the_first_forward(spawn: Spawn, names: list[str]) -> None:
+    ways = {how: how for how in ("at once", "waited for", "not waited for")}
+    for how, found in spawn_each(spawn, ways, train_after_unshard, 3, names).items():
+        shown = {} if how == "not waited for" else {"shown": 0.0}
+        assert_within(found, how, grad=TOLERANCE, parameter=TOLERANCE, **shown)
 
 
 class Chunked(nn.Module):
