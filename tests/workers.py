@@ -22,6 +22,7 @@ import os
 import pathlib
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -382,8 +383,16 @@ class Pool:
     def __init__(self, world_size: int) -> None:
         """Start the processes and wait until all are ready."""
         self._logs = tempfile.TemporaryDirectory(prefix="shardkit-workers-")
-        # The store lives here so that it survives a rank that dies.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The store lives here so that it survives a rank that dies. It listens on IPv4 alone: torch
+        # looks up the name of each process that connects, and resolvers may take 5 s to find that
+        # an IPv6 address has none.
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._store = dist.TCPStore(
+            *listener.getsockname(),
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         self._calls = 0
         self._workers = [self._start(rank, world_size) for rank in range(world_size)]
         for worker in self._workers:
