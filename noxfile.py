@@ -59,6 +59,11 @@ NEED_NOTHING = (  # no more than torch
 # file stay together: they share what takes long to make.
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
 
+# What ranks find imported in `models` and `frameworks`: seconds for each of them. None starts a
+# thread, which the process that ranks are forked from must not have.
+PRELOADED = "transformers.modeling_utils peft torchao bitsandbytes accelerate lightning"
+BESIDE_PACKAGES = {"HF_HUB_OFFLINE": "1", "SHARDKIT_TEST_PRELOAD": PRELOADED}
+
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [
     f"tests/distributed/test_{name}.py"
@@ -126,7 +131,6 @@ EXAMPLES = [
     (4, "tensor_parallel"),
     (4, "experts"),
     (4, "pipeline"),
-    (4, "pipeline", "--schedule", "interleaved"),
     (4, "pipeline", "--schedule", "zbv"),
     (2, "distill"),
     (2, "lora"),
@@ -169,6 +173,18 @@ def run_tests(session: nox.Session, marks: str, paths: Sequence[str] = (), **opt
     """
     wanted = session.posargs or (*IN_PARALLEL, *paths)
     session.run("pytest", "-m", marks, *wanted, **options)
+
+
+def files_with(*words: str) -> list[str]:
+    """Return the files of tests in which one of these words stands; the others need no import."""
+    files = sorted(Path("tests").rglob("test_*.py"))
+    return [str(file) for file in files if any(word in file.read_text() for word in words)]
+
+
+def run_simulated(session: nox.Session) -> None:
+    """Run cases of all backends, and others that were written for CPU ranks, on that device."""
+    wanted = (*SIMULATED, *(session.posargs or IN_PARALLEL))
+    session.run("pytest", "--simulated", "-m", NEED_NOTHING, *wanted)
 
 
 def fresh_examples() -> tuple[str, ...]:
@@ -220,6 +236,16 @@ def helpers(session: nox.Session) -> None:
 
 
 @nox.session
+def everything(session: nox.Session) -> None:
+    """Run at once what `tests` and `helpers` run, and the scenarios of `streams`, as .ci/run does.
+
+    One run collects once, and starts the ranks of each number once.
+    """
+    install(session, "test")
+    run_tests(session, NEED_NOTHING)
+
+
+@nox.session
 def sequences(session: nox.Session) -> None:
     """Try what users do to a sharded model and to a plain one in sequences that are new each time.
 
@@ -260,9 +286,14 @@ def streams(session: nox.Session) -> None:
     """Run the accelerator's path on a simulated device: streams, events, memory, without a card."""
     install(session, "test")
     run_tests(session, "streams")
-    # Cases of all backends, and others that were written for CPU ranks.
-    wanted = (*SIMULATED, *(session.posargs or IN_PARALLEL))
-    session.run("pytest", "--simulated", "-m", NEED_NOTHING, *wanted)
+    run_simulated(session)
+
+
+@nox.session
+def simulated(session: nox.Session) -> None:
+    """Run the second half of `streams`: cases of CPU ranks, on the simulated device."""
+    install(session, "test")
+    run_simulated(session)
 
 
 @nox.session
@@ -292,9 +323,8 @@ def models(session: nox.Session) -> None:
     blocks of docs/ that need these packages.
     """
     install(session, "models")
-    session.env["HF_HUB_OFFLINE"] = "1"
     folders = ("tests/real_models", "tests/packages", "tests/docs")
-    run_tests(session, "models and not eight_ranks", folders)
+    run_tests(session, "models and not eight_ranks", folders, env=BESIDE_PACKAGES)
 
 
 @nox.session
@@ -324,8 +354,16 @@ def late(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Test shardkit beside packages that train models, such as Accelerate, of pinned versions."""
     install(session, "frameworks")
-    session.env["HF_HUB_OFFLINE"] = "1"
-    session.run("pytest", "-m", "frameworks", "tests/frameworks", "tests/docs", *session.posargs)
+    run_tests(session, "frameworks", ("tests/frameworks", "tests/docs"), env=BESIDE_PACKAGES)
+
+
+@nox.session
+def models_and_frameworks(session: nox.Session) -> None:
+    """Run at once what `models` and `frameworks` run, as .ci/run does."""
+    install(session, "models", "frameworks")
+    folders = ("tests/real_models", "tests/packages", "tests/frameworks", "tests/docs")
+    marks = "(models or frameworks) and not eight_ranks"
+    run_tests(session, marks, folders, env=BESIDE_PACKAGES)
 
 
 @nox.session
@@ -375,7 +413,8 @@ def xla(session: nox.Session) -> None:
     # In processes of their own, for torch_xla replaces functions of torch where it is imported.
     # Arguments may select tests of one kind only: then the other run finds none, which is 5.
     codes = [0, 5] if session.posargs else [0]
-    run_tests(session, "xla", success_codes=codes)
+    marked = files_with("mark.xla", "XLA_MARKS", "on_meshes(")
+    run_tests(session, "xla", ("tests/xla", *marked), success_codes=codes)
     on_xla = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     folder = tempfile.mkdtemp(dir=session.create_tmp())
     session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)

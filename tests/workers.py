@@ -22,6 +22,7 @@ import os
 import pathlib
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -38,10 +39,12 @@ if typing.TYPE_CHECKING:
     import types
     from collections.abc import Callable, Mapping, Sequence
 
-# Workers are forked from a process that has imported once what takes seconds: torch, and what
-# shardkit and the first step of an optimizer import.
+# Workers are forked from a process that has imported once what takes seconds: torch, what shardkit
+# and the first step of an optimizer import, and the packages that a session names. It passes over
+# those that are not there, and must have no thread but one.
+_PACKAGES = os.environ.get("SHARDKIT_TEST_PRELOAD", "").split()
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", *TAKE_LONG, "shardkit"])
+_context.set_forkserver_preload(["torch", *TAKE_LONG, "shardkit", *_PACKAGES])
 
 Spawn = typing.Callable[..., list[typing.Any]]
 """What the fixtures ``spawn`` and ``spawn_errors`` are: see `Pools`, whose methods they call."""
@@ -113,6 +116,18 @@ def in_each(
             error.add_note(f"in the case {name!r}")
             raise
     return found
+
+
+def spawn_each(
+    spawn: Spawn,
+    choices: Mapping[str, object],
+    fn: Callable[..., typing.Any],
+    world_size: int,
+    *args: object,
+) -> dict[str, list[typing.Any]]:
+    """Return by name what ``spawn(fn, world_size, *args, choice)`` would, of cases in one call."""
+    by_rank = spawn(in_each, world_size, choices, fn, *args, timeout_s=60 + 20 * len(choices))
+    return {name: [found[name] for found in by_rank] for name in choices}
 
 
 class WorkerError(Exception):
@@ -368,8 +383,16 @@ class Pool:
     def __init__(self, world_size: int) -> None:
         """Start the processes and wait until all are ready."""
         self._logs = tempfile.TemporaryDirectory(prefix="shardkit-workers-")
-        # The store lives here so that it survives a rank that dies.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The store lives here so that it survives a rank that dies. It listens on IPv4 alone: torch
+        # looks up the name of each process that connects, and resolvers may take 5 s to find that
+        # an IPv6 address has none.
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._store = dist.TCPStore(
+            *listener.getsockname(),
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         self._calls = 0
         self._workers = [self._start(rank, world_size) for rank in range(world_size)]
         for worker in self._workers:

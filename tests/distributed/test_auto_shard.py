@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from models import CASES, Block, Case, cross_entropy, token_batch
 from parity import Ranks, compare_training, on_meshes
-from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, step_all
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_each_within,
+    assert_within,
+    step_all,
+)
 from shardkit import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -103,14 +110,16 @@ def train_wrapped(ranks: Ranks, name: str, chosen: str | None = None) -> Differe
     return compare_training(case, model, plain, ranks=ranks)
 
 
+TRAINED = {"loss": LOSS_TOLERANCE, "grad": SGD_TOLERANCE, "parameter": SGD_TOLERANCE}
+
+
 def check(by_rank: list[Differences]) -> None:
-    assert_within(by_rank, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(by_rank, **TRAINED)
 
 
-@pytest.mark.parametrize("name", WRAPPED)
 @on_meshes((2,), (2, 2), xla=())
-def test_training(run: Run, name: str) -> None:
-    check(run(train_wrapped, name))
+def test_training(run: Run) -> None:
+    assert_each_within(run.each({name: name for name in WRAPPED}, train_wrapped), **TRAINED)
 
 
 @pytest.mark.parametrize("name", ["tied inside", "named"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import typing
 
 import pytest
@@ -31,6 +32,7 @@ from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
+    from collections.abc import Iterable
 
     from parity import Run
 
@@ -67,9 +69,10 @@ def group_modules(model: nn.Module, where: str) -> list[nn.Module]:
 
 
 def train_chosen(
-    ranks: Ranks, order: str, where: str, operators: str, every: int
+    ranks: Ranks, where: str, every: int, choice: tuple[str, str]
 ) -> dict[str, Differences]:
     """Train blocks that compute again beside the plain model, and beside the same without."""
+    order, operators = choice
     case = CASES["gpt"]
     plain = case.make()
     models = {}
@@ -99,26 +102,28 @@ def train_chosen(
     return {"beside": beside, "plain": compare_training(case, models[True], plain, ranks=ranks)}
 
 
-def check(found: list[dict[str, Differences]]) -> None:
-    # The same operators in the same order.
-    assert_within([each["beside"] for each in found], loss=0.0, grad=0.0)
+def check(found: dict[str, list[dict[str, Differences]]]) -> None:
     within = {"loss": LOSS_TOLERANCE, "grad": SGD_TOLERANCE, "parameter": SGD_TOLERANCE}
-    assert_within([each["plain"] for each in found], **within)
+    for what, by_rank in found.items():
+        # The same operators in the same order.
+        assert_within([each["beside"] for each in by_rank], what, loss=0.0, grad=0.0)
+        assert_within([each["plain"] for each in by_rank], what, **within)
 
 
-@pytest.mark.parametrize("operators", OPERATORS)
-@pytest.mark.parametrize("order", ["before", "after"])
+def choices(orders: Iterable[str], operators: Iterable[str]) -> dict[str, tuple[str, str]]:
+    return {", ".join(choice): choice for choice in itertools.product(orders, operators)}
+
+
 @on_meshes(*MESHES, xla=((4,),))
-def test_chosen_blocks_train_as_the_plain_model(run: Run, order: str, operators: str) -> None:
-    check(run(train_chosen, order, "blocks", operators, 1))
+def test_chosen_blocks_train_as_the_plain_model(run: Run) -> None:
+    check(run.each(choices(["before", "after"], OPERATORS), train_chosen, "blocks", 1))
 
 
-@pytest.mark.parametrize("operators", ["nothing", "list"])
 @pytest.mark.parametrize("where", ["inside", "nested"])
 @on_meshes((2,))
-def test_chosen_blocks_that_hold_groups(run: Run, where: str, operators: str) -> None:
-    check(run(train_chosen, "before", where, operators, 2))
-    check(run(train_chosen, "after", where, operators, 1))
+def test_chosen_blocks_that_hold_groups(run: Run, where: str) -> None:
+    check(run.each(choices(["before"], ["nothing", "list"]), train_chosen, where, 2))
+    check(run.each(choices(["after"], ["nothing", "list"]), train_chosen, where, 1))
 
 
 def train_root(ranks: Ranks, order: str, operators: str) -> Differences:

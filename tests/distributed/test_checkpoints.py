@@ -33,6 +33,7 @@ from models import CASES, MLP
 from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
 from shardkit.checkpoint._dcp import item_file
+from workers import spawn_each
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -112,6 +113,9 @@ def make_fsdp2(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, OPTIMIZERS["adamw"](model.parameters())
 
 
+NESTINGS = {each: each for each in ("model, optim", "app", "optimizer", "bare")}
+
+
 def save_fsdp2(folder: str, nesting: str) -> Outcome:
     model, optimizer = make_fsdp2(0)
     train_on_shares(CASES["gpt"], model, optimizer, range(2))
@@ -124,7 +128,7 @@ def save_fsdp2(folder: str, nesting: str) -> Outcome:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # DCP of torch 2.9
-        dcp.save(states[nesting], checkpoint_id=folder)
+        dcp.save(states[nesting], checkpoint_id=f"{folder}/{nesting}")
     return whole_state(model, optimizer), train_on_shares(
         CASES["gpt"], model, optimizer, range(2, 4)
     )
@@ -133,24 +137,26 @@ def save_fsdp2(folder: str, nesting: str) -> Outcome:
 def load_from_fsdp2(folder: str, nesting: str) -> Outcome:
     model, optimizer = make_sharded(CASES["gpt"], (dist.get_world_size(),), seed=7)
     if nesting == "bare":
-        assert checkpoint.load(folder, model) == {}
+        assert checkpoint.load(f"{folder}/{nesting}", model) == {}
     else:
-        assert checkpoint.load(folder, model, optimizer) == {"step": 2}
+        assert checkpoint.load(f"{folder}/{nesting}", model, optimizer) == {"step": 2}
     return whole_state(model, optimizer), train_on_shares(
         CASES["gpt"], model, optimizer, range(2, 4)
     )
 
 
-@pytest.mark.parametrize("nesting", ["model, optim", "app", "optimizer", "bare"])
-def test_checkpoints_of_fsdp2(spawn: Spawn, tmp_path: pathlib.Path, nesting: str) -> None:
-    expected, losses = spawn(save_fsdp2, 2, str(tmp_path), nesting)[0]
+def test_checkpoints_of_fsdp2(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    saved = spawn_each(spawn, NESTINGS, save_fsdp2, 2, str(tmp_path))
     for world_size in (2, 3):
-        state, others = spawn(load_from_fsdp2, world_size, str(tmp_path), nesting)[0]
-        if nesting == "bare":
-            assert_same(state["model"], expected["model"])
-        else:
-            assert_same(plain_steps(state), plain_steps(expected))
-            assert others == pytest.approx(losses, rel=1e-5)  # Sums in another order.
+        loaded = spawn_each(spawn, NESTINGS, load_from_fsdp2, world_size, str(tmp_path))
+        for nesting in NESTINGS:
+            (expected, losses), (state, others) = saved[nesting][0], loaded[nesting][0]
+            if nesting == "bare":
+                assert_same([nesting, state["model"]], [nesting, expected["model"]])
+            else:
+                assert_same([nesting, plain_steps(state)], [nesting, plain_steps(expected)])
+                # Sums in another order.
+                assert others == pytest.approx(losses, rel=1e-5), nesting
 
 
 def plain_steps(state: WholeState) -> WholeState:

@@ -11,7 +11,14 @@ from torch import nn
 
 from models import CASES
 from parity import Ranks, Run, compare_training, on_meshes
-from reference import LOSS_TOLERANCE, Differences, assert_within, make_mesh, shard
+from reference import (
+    LOSS_TOLERANCE,
+    Differences,
+    assert_each_within,
+    assert_within,
+    make_mesh,
+    shard,
+)
 from shardkit import FSDPModule, MixedPrecisionPolicy, StateError, fully_shard
 from shardkit._params.gradients import predivide_factor_for
 from workers import on_ranks
@@ -39,9 +46,9 @@ def train_divided(ranks: Ranks, factor: typing.Any) -> Differences:
 
 
 @on_meshes((1,), (2,), (4,), (2, 2))
-@pytest.mark.parametrize("factor", [2, "auto", 3.7])
-def test_training_is_the_same(run: Run, factor: typing.Any) -> None:
-    assert_within(run(train_divided, factor), loss=LOSS_TOLERANCE, grad=1e-6, parameter=1e-6)
+def test_training_is_the_same(run: Run) -> None:
+    found = run.each({str(factor): factor for factor in (2, "auto", 3.7)}, train_divided)
+    assert_each_within(found, loss=LOSS_TOLERANCE, grad=1e-6, parameter=1e-6)
 
 
 # What fairscale's get_gradient_predivide_factor returns.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import typing
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from models import PARAMETER_SHAPES, Parameters
 from reference import Differences, assert_within, full, make_mesh
 from shardkit import ShardedTensor, checkpoint, fully_shard
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -43,6 +44,7 @@ OPTIMIZERS: dict[str, Options] = {
     "Rprop": {"lr": 1e-2},
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
 }
+NAMES = {name: name for name in OPTIMIZERS}
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 HAVE_ONE_FORM = ("LBFGS", "Muon")
 
@@ -186,7 +188,7 @@ class Trial:
         return found
 
 
-def try_all(name: str, mesh_shape: tuple[int, ...] | None, ways: Iterable[str]) -> dict[str, float]:
+def try_all(mesh_shape: tuple[int, ...] | None, ways: Iterable[str], name: str) -> dict[str, float]:
     """Return how far the parameters of each form are, made in each way; None: split a part."""
     found = {}
     for form, options in forms_of(name).items():
@@ -216,24 +218,20 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
                 assert value.to_local().shape == parameter.to_local().shape, key
 
 
-def check(name: str, by_rank: list[dict[str, float]]) -> None:
-    for found in by_rank:
-        for what, difference in found.items():
+def check(by_name: dict[str, list[dict[str, float]]]) -> None:
+    for name, by_rank in by_name.items():
+        for what, difference in itertools.chain(*(found.items() for found in by_rank)):
             form = what.split(",")[0]
-            assert difference <= tolerance_of(name, form), f"{what}: {difference}"
+            assert difference <= tolerance_of(name, form), f"{name}, {what}: {difference}"
 
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_trains_as_on_whole_parameters(
-    spawn: Spawn, name: str, mesh_shape: tuple[int, ...]
-) -> None:
-    check(name, spawn(try_all, math.prod(mesh_shape), name, mesh_shape, WAYS, timeout_s=120))
+def test_each_trains_as_on_whole_parameters(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    check(spawn_each(spawn, NAMES, try_all, math.prod(mesh_shape), mesh_shape, WAYS))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_trains_a_model_of_which_a_part_is_tensor_parallel(spawn: Spawn, name: str) -> None:
-    check(name, spawn(try_all, 4, name, None, ("after", "loaded"), timeout_s=120))
+def test_each_trains_a_model_of_which_a_part_is_tensor_parallel(spawn: Spawn) -> None:
+    check(spawn_each(spawn, NAMES, try_all, 4, None, ("after", "loaded")))
 
 
 # --- one vector ---------------------------------------------------------------------------------
@@ -266,29 +264,29 @@ def trial_on(name: str, world_size: int, num_steps: int) -> Trial:
     return trial
 
 
-def save(name: str, num_steps: int, world_size: int, path: str) -> None:
+def save(world_size: int, folder: str, case: tuple[str, int]) -> None:
+    name, num_steps = case
     trial = trial_on(name, world_size, num_steps)
-    checkpoint.save(path, trial.sharded, trial.optimizers[1])
+    checkpoint.save(f"{folder}/{name}-{num_steps}", trial.sharded, trial.optimizers[1])
 
 
-def load(name: str, num_steps: int, world_size: int, path: str) -> Differences:
+def load(world_size: int, folder: str, case: tuple[str, int]) -> Differences:
     """Load into a new model and optimizer, on other ranks, and go on."""
+    name, num_steps = case
     trial = trial_on(name, world_size, num_steps)
     new = Parameters({key: tuple(p.shape) for key, p in trial.plain.named_parameters()})
     fully_shard(new, make_mesh((world_size,)))
     optimizer = getattr(torch.optim, name)(new.parameters(), **OPTIMIZERS[name])
-    checkpoint.load(path, new, optimizer)
+    checkpoint.load(f"{folder}/{name}-{num_steps}", new, optimizer)
     trial.sharded, trial.optimizers[1] = new, optimizer
     trial.step(STEPS)
     return trial.differences()
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
-@pytest.mark.parametrize("name", WHOLE_STATE)
 def test_state_is_saved_and_loaded_on_another_number_of_ranks(
-    spawn: Spawn, tmp_path: pathlib.Path, name: str, num_steps: int
+    spawn: Spawn, tmp_path: pathlib.Path
 ) -> None:
-    path = str(tmp_path / "saved")
-    spawn(save, 2, name, num_steps, 2, path)
-    found = spawn(load, 3, name, num_steps, 3, path)
-    assert_within(found, parameter=tolerance_of(name, "only"))
+    cases = {f"{name}, {steps} steps": (name, steps) for name in WHOLE_STATE for steps in (1, 3)}
+    spawn_each(spawn, cases, save, 2, 2, str(tmp_path))
+    for what, found in spawn_each(spawn, cases, load, 3, 3, str(tmp_path)).items():
+        assert_within(found, what, parameter=tolerance_of(cases[what][0], "only"))

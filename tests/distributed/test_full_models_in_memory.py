@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import typing
 
 import pytest
@@ -18,7 +19,7 @@ from reference import make_mesh, my_batch, shard
 from shardkit import fully_shard
 from shardkit.checkpoint import load_full, set_model_state_dict
 from shardkit.checkpoint._files import disk
-from workers import on_ranks
+from workers import in_each, on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -27,15 +28,8 @@ if typing.TYPE_CHECKING:
 pytestmark = pytest.mark.helpers
 
 
-@pytest.mark.parametrize("others", [None, {}, "all"], ids=str)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    ("name", "mesh_shape"), [("gpt", (2,)), ("conv", (2, 2)), ("tied", (2,))], ids=str
-)
-@on_ranks("mesh_shape")
-def test_values_are_those_of_the_state_dict(
-    name: str, mesh_shape: tuple[int, ...], device: str, others: object
-) -> None:
+def load_in_memory(name: str, mesh_shape: tuple[int, ...], choice: tuple[str, object]) -> None:
+    device, others = choice
     case = CASES[name]
     state = draw(case.make().state_dict())
     with torch.device(device):
@@ -54,6 +48,15 @@ def test_values_are_those_of_the_state_dict(
     assert_holds(model, state)
     assert list(map(id, model.parameters())) == before
     case.loss(model, my_batch(case, 0)).backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh_shape"), [("gpt", (2,)), ("conv", (2, 2)), ("tied", (2,))], ids=str
+)
+@on_ranks("mesh_shape", timeout_s=180)
+def test_values_are_those_of_the_state_dict(name: str, mesh_shape: tuple[int, ...]) -> None:
+    choices = itertools.product(("cpu", "meta"), (None, {}, "all"))
+    in_each({str(choice): choice for choice in choices}, load_in_memory, name, mesh_shape)
 
 
 @on_ranks(2)

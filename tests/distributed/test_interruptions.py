@@ -7,6 +7,7 @@ import typing
 
 import pytest
 import torch
+from one_backward import MODES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,13 +17,13 @@ from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
     Differences,
-    assert_within,
+    assert_each_within,
     make_mesh,
     my_batch,
     shard,
 )
 from shardkit import ShardedTensor, fully_shard
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -122,9 +123,8 @@ def add_hooks(model: nn.Module, parameters: list[nn.Parameter]) -> None:
     parameters[-4].register_post_accumulate_grad_hook(lambda _: fuse.at("hook of a parameter"))
 
 
-def train_interrupted(
-    place: str, exception: str, reshard_after_forward: bool | None
-) -> Differences:
+def train_interrupted(place: str, choice: tuple[bool | None, str]) -> Differences:
+    reshard_after_forward, exception = choice
     plain = Fragile()
     model = shard(FRAGILE, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
     parameters = list(model.parameters())
@@ -151,15 +151,12 @@ def train_interrupted(
     return compare_training(FRAGILE, model, plain, steps=4)
 
 
-@pytest.mark.parametrize(
-    ("place", "reshard_after_forward", "exception"),
-    in_turns(PLACES, [True, False, None], list(EXCEPTIONS)),
-)
-def test_training_goes_on_after_an_exception_anywhere(
-    spawn: Spawn, place: str, exception: str, reshard_after_forward: bool | None
-) -> None:
-    found = spawn(train_interrupted, 2, place, exception, reshard_after_forward)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_on_after_an_exception_anywhere(spawn: Spawn, place: str) -> None:
+    turns = in_turns(PLACES, [True, False, None], list(EXCEPTIONS))
+    choices = {f"{how}, {what}": (how, what) for where, how, what in turns if where == place}
+    found = spawn_each(spawn, choices, train_interrupted, 2, place)
+    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
 # --- caught inside of the model -------------------------------------------------------------------
@@ -197,26 +194,18 @@ class Forgiving(MLP):
 FORGIVING = Case(Forgiving, CASES["mlp"].groups, regression_batch, squared_error)
 
 
-def train_forgiving(reshard_after_forward: bool | None) -> tuple[Differences, int]:
+def train_forgiving(reshard_after_forward: bool | None) -> Differences:
     plain = Forgiving()
     model = shard(FORGIVING, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
     differences = compare_training(FORGIVING, model, plain, steps=6)
     assert model.layers[1].calls == 6
-    return differences, model.memory_stats()["unsharded_nbytes"]
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-def test_a_model_may_catch_what_a_layer_raises(
-    spawn: Spawn, reshard_after_forward: bool | None
-) -> None:
-    found = spawn(train_forgiving, 2, reshard_after_forward)
-    assert all(unsharded == 0 for _, unsharded in found)
-    assert_within(
-        [differences for differences, _ in found],
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+def test_a_model_may_catch_what_a_layer_raises(spawn: Spawn) -> None:
+    found = spawn_each(spawn, MODES, train_forgiving, 2)
+    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
 def memory_after_an_exception() -> tuple[int, int]:

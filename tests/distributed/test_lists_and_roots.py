@@ -17,6 +17,7 @@ from reference import (
     LOSS_TOLERANCE,
     STEPS,
     Differences,
+    assert_each_within,
     assert_within,
     global_batch,
     make_mesh,
@@ -31,7 +32,7 @@ from shardkit import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,14 +43,18 @@ if typing.TYPE_CHECKING:
 TOLERANCE = 1e-6
 
 
+TRAINED = {"loss": LOSS_TOLERANCE, "grad": TOLERANCE, "parameter": TOLERANCE}
+
+
 def check(by_rank: Sequence[Differences]) -> None:
-    assert_within(by_rank, loss=LOSS_TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+    assert_within(by_rank, **TRAINED)
 
 
 # --- lists of modules ---------------------------------------------------------------------------
 
 
-def train_lists(ranks: Ranks, together: list[list[int]], reshard: bool | None) -> Differences:
+def train_lists(ranks: Ranks, choice: tuple[list[list[int]], bool]) -> Differences:
+    together, reshard = choice
     reference = CASES["mlp"].make()
     model, mesh = ranks.put(reference), ranks.mesh
     for indices in together:
@@ -62,19 +67,16 @@ def train_lists(ranks: Ranks, together: list[list[int]], reshard: bool | None) -
     return differences
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("together", [[[0, 1, 2]], [[0, 2], [1]], [[2, 0]]], ids=str)
 @on_meshes((2,))
-def test_a_list_of_modules_is_one_group(
-    run: Run, together: list[list[int]], reshard: bool | None
-) -> None:
-    check(run(train_lists, together, reshard))
+def test_a_list_of_modules_is_one_group(run: Run) -> None:
+    lists = ([[0, 1, 2]], [[0, 2], [1]], [[2, 0]])
+    choices = {f"{each}, {mode}": (each, mode) for each in lists for mode in (True, False)}
+    assert_each_within(run.each(choices, train_lists), **TRAINED)
 
 
-def train_without_a_root(
-    ranks: Ranks, together: list[list[int]], reshard: bool | None
-) -> Differences:
+def train_without_a_root(ranks: Ranks, choice: tuple[list[list[int]], bool | None]) -> Differences:
     """Shard lists of modules, and nothing around them."""
+    together, reshard = choice
     reference = CASES["mlp"].make()
     model, mesh = ranks.put(reference), ranks.mesh
     for indices in together:
@@ -83,11 +85,11 @@ def train_without_a_root(
     return compare_training(CASES["mlp"], model, reference, ranks=ranks)
 
 
-@pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize("together", [[[0, 1, 2]], [[2, 0], [1]]], ids=str)
 @on_meshes((2,), (3,), (2, 2))
-def test_a_list_needs_no_root(run: Run, together: list[list[int]], reshard: bool | None) -> None:
-    check(run(train_without_a_root, together, reshard))
+def test_a_list_needs_no_root(run: Run) -> None:
+    lists = ([[0, 1, 2]], [[2, 0], [1]])
+    choices = {f"{each}, {mode}": (each, mode) for each in lists for mode in (None, True)}
+    assert_each_within(run.each(choices, train_without_a_root), **TRAINED)
 
 
 def train_half_of_a_list_in_a_root() -> Differences:
@@ -158,18 +160,16 @@ def train_after_unshard(names: list[str], how: str) -> Differences:
     return differences
 
 
-@pytest.mark.parametrize("how", ["at once", "waited for", "not waited for"])
 @pytest.mark.parametrize(
     "names",
     [["layers.1"], ["layers.2"], ["layers.2", "layers.0", "layers.1"], ["", "layers.0"]],
     ids=str,
 )
-def test_modules_are_unsharded_before_the_first_forward(
-    spawn: Spawn, names: list[str], how: str
-) -> None:
-    shown = {} if how == "not waited for" else {"shown": 0.0}
-    found = spawn(train_after_unshard, 3, names, how)
-    assert_within(found, grad=TOLERANCE, parameter=TOLERANCE, **shown)
+def test_modules_are_unsharded_before_the_first_forward(spawn: Spawn, names: list[str]) -> None:
+    ways = {how: how for how in ("at once", "waited for", "not waited for")}
+    for how, found in spawn_each(spawn, ways, train_after_unshard, 3, names).items():
+        shown = {} if how == "not waited for" else {"shown": 0.0}
+        assert_within(found, how, grad=TOLERANCE, parameter=TOLERANCE, **shown)
 
 
 class Chunked(nn.Module):

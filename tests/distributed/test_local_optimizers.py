@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import (
-    Differences,
-    assert_within,
-    whole_and_sharded,
-)
+from reference import Differences, assert_each_within, assert_within, whole_and_sharded
 from shardkit import ShardedTensor
 from shardkit.optim import LocalOptimizer
+from workers import spawn_each
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -46,10 +43,11 @@ FUSED_TOLERANCE = 1e-6
 
 def take_steps(
     mesh_shape: tuple[int, ...],
-    optimizer_class: type[torch.optim.Optimizer],
-    options: dict[str, typing.Any],
+    extra: dict[str, typing.Any],
+    kind: tuple[type[torch.optim.Optimizer], dict[str, typing.Any]],
 ) -> Differences:
     """Step whole and sharded parameters, given the same gradients; compare state as well."""
+    optimizer_class, options = kind[0], {**kind[1], **extra}
     plain, sharded = whole_and_sharded(mesh_shape)
     expected = optimizer_class(plain.parameters(), **options)
     actual = LocalOptimizer(sharded.parameters(), optimizer_class, **options)
@@ -85,26 +83,22 @@ def note_state(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_classes_are_exact(spawn: Spawn, name: str, form: str) -> None:
-    optimizer_class, options = ELEMENTWISE[name]
-    found = spawn(take_steps, 4, (4,), optimizer_class, {**options, **FORMS[form]})
-    has_state = name != "SGD plain"
-    assert_within(found, **({"state": 0.0} if has_state else {}), parameter=0.0)
+def test_elementwise_classes_are_exact(spawn: Spawn, form: str) -> None:
+    for name, found in spawn_each(spawn, ELEMENTWISE, take_steps, 4, (4,), FORMS[form]).items():
+        has_state = name != "SGD plain"
+        assert_within(found, name, **({"state": 0.0} if has_state else {}), parameter=0.0)
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam"])
-def test_every_mesh(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
-    optimizer_class, options = ELEMENTWISE[name]
-    found = spawn(take_steps, math.prod(mesh_shape), mesh_shape, optimizer_class, options)
+def test_every_mesh(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    kinds = {name: ELEMENTWISE[name] for name in ("SGD", "AdamW", "NAdam")}
+    found = spawn_each(spawn, kinds, take_steps, math.prod(mesh_shape), mesh_shape, {})
     # A third of the sum of three equal gradients is not always that gradient.
     tolerance = 1e-6 if mesh_shape == (3,) else 0.0
-    assert_within(found, state=tolerance, parameter=tolerance)
+    assert_each_within(found, state=tolerance, parameter=tolerance)
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_kernels(spawn: Spawn, name: str) -> None:
-    optimizer_class, options = ELEMENTWISE[name]
-    found = spawn(take_steps, 4, (4,), optimizer_class, {**options, "fused": True})
-    assert_within(found, state=FUSED_TOLERANCE, parameter=FUSED_TOLERANCE)
+def test_fused_kernels(spawn: Spawn) -> None:
+    kinds = {name: ELEMENTWISE[name] for name in FUSED}
+    found = spawn_each(spawn, kinds, take_steps, 4, (4,), {"fused": True})
+    assert_each_within(found, state=FUSED_TOLERANCE, parameter=FUSED_TOLERANCE)

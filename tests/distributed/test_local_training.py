@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import typing
 
@@ -17,7 +18,7 @@ from models import CASES, Case
 from reference import full_parameters, make_mesh, my_batch, rank_batch, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor
 from shardkit.optim import LocalOptimizer
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -83,7 +84,7 @@ def assert_equal(models: list[nn.Module], optimizers: list[torch.optim.Optimizer
 # --- models -------------------------------------------------------------------------------------
 
 
-def train_case(name: str, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]) -> int:
+def train_case(mesh_shape: tuple[int, ...], options: dict[str, typing.Any], name: str) -> int:
     models = two_models(name, mesh_shape, **options)
     other = local(models[1].parameters())
     optimizers = [direct(models[0].parameters()), other]
@@ -95,16 +96,13 @@ def train_case(name: str, mesh_shape: tuple[int, ...], options: dict[str, typing
 
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_models(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
-    size = 1
-    for axis in mesh_shape:
-        size *= axis
-    spawn(train_case, size, name, mesh_shape, {})
+def test_models(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    names = {name: name for name in CASES}
+    spawn_each(spawn, names, train_case, math.prod(mesh_shape), mesh_shape, {})
 
 
 def test_a_bucket_is_one_run(spawn: Spawn) -> None:
-    assert spawn(train_case, 2, "gpt", (2,), {})[1] == 3  # Two blocks and the root.
+    assert spawn(train_case, 2, (2,), {}, "gpt")[1] == 3  # Two blocks and the root.
 
 
 @pytest.mark.parametrize(
@@ -117,11 +115,11 @@ def test_a_bucket_is_one_run(spawn: Spawn) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_settings_of_groups(spawn: Spawn, options: dict[str, typing.Any]) -> None:
-    spawn(train_case, 2, "gpt", (2,), options)
+    spawn(train_case, 2, (2,), options, "gpt")
 
 
 def test_one_rank(spawn: Spawn) -> None:
-    spawn(train_case, 1, "gpt", (1,), {})
+    spawn(train_case, 1, (1,), {}, "gpt")
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (1, 2, 2)], ids=str)

@@ -15,6 +15,7 @@ from models import CASES, Parameters
 from parity import in_turns
 from reference import (
     Differences,
+    assert_each_within,
     assert_within,
     make_mesh,
     rank_batch,
@@ -23,7 +24,7 @@ from reference import (
     whole_and_sharded,
 )
 from shardkit import ShardedTensor, fully_shard
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,10 +87,11 @@ FUSED_TOLERANCE = 1e-6
 
 def take_steps(
     mesh_shape: tuple[int, ...],
-    optimizer_class: type[torch.optim.Optimizer],
-    options: dict[str, typing.Any],
+    extra: dict[str, typing.Any],
+    kind: tuple[type[torch.optim.Optimizer], dict[str, typing.Any]],
 ) -> Differences:
     """Step whole and sharded parameters, given the same gradients."""
+    optimizer_class, options = kind[0], {**kind[1], **extra}
     plain, sharded = whole_and_sharded(mesh_shape)
     optimizers = [optimizer_class(model.parameters(), **options) for model in (plain, sharded)]
     generator = torch.Generator()
@@ -115,24 +117,23 @@ def check_state_is_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("form", LOOPS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_pointwise_optimizers_are_exact(spawn: Spawn, name: str, form: str) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
-    found = spawn(take_steps, 4, (4,), optimizer_class, {**options, **LOOPS[form]})
-    assert_within(found, grad=0.0, parameter=0.0)
+def test_pointwise_optimizers_are_exact(spawn: Spawn, form: str) -> None:
+    found = spawn_each(spawn, OPTIMIZERS, take_steps, 4, (4,), LOOPS[form])
+    assert_each_within(found, grad=0.0, parameter=0.0)
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_optimizers_round_as_in_plain_torch(spawn: Spawn, name: str) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
-    found = spawn(take_steps, 4, (4,), optimizer_class, {**options, "fused": True})
-    assert_within(found, grad=0.0, parameter=FUSED_TOLERANCE)
+def test_fused_optimizers_round_as_in_plain_torch(spawn: Spawn) -> None:
+    kinds = {name: OPTIMIZERS[name] for name in FUSED}
+    found = spawn_each(spawn, kinds, take_steps, 4, (4,), {"fused": True})
+    assert_each_within(found, grad=0.0, parameter=FUSED_TOLERANCE)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
 def test_an_optimizer_written_by_hand_is_exact(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
     assert_within(
-        spawn(take_steps, math.prod(mesh_shape), mesh_shape, Lion, {}), grad=0.0, parameter=0.0
+        spawn(take_steps, math.prod(mesh_shape), mesh_shape, {}, (Lion, {})),
+        grad=0.0,
+        parameter=0.0,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models import CASES, Parameters
 from reference import Differences, assert_within, full_parameters, make_mesh, step_all
 from shardkit import ShardedTensor, checkpoint, fully_shard, materialize
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -194,7 +194,8 @@ SETTINGS: dict[str, tuple[str, dict[str, typing.Any]]] = {
 }
 
 
-def step_with(name: str, options: dict[str, typing.Any], steps_before: int) -> Differences:
+def step_with(steps_before: int, setting: tuple[str, dict[str, typing.Any]]) -> Differences:
+    name, options = setting
     models, optimizers = start(
         lambda params: getattr(torch.optim, name)(params, **copy.deepcopy(options))
     )
@@ -209,15 +210,11 @@ def step_with(name: str, options: dict[str, typing.Any], steps_before: int) -> D
     return compared(models)
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_do_what_they_do_on_whole_parameters(
-    spawn: Spawn, setting: str, steps_before: int
-) -> None:
-    # Of fused steps see test_optimizers.
-    tolerance = 1e-6 if "fused" in setting else EXACT
-    found = spawn(step_with, 2, *SETTINGS[setting], max(steps_before, 1))
-    assert_within(found, parameter=tolerance)
+@pytest.mark.parametrize("steps_before", [1, 2])
+def test_settings_do_what_they_do_on_whole_parameters(spawn: Spawn, steps_before: int) -> None:
+    for setting, found in spawn_each(spawn, SETTINGS, step_with, 2, steps_before).items():
+        # Of fused steps see test_optimizers.
+        assert_within(found, setting, parameter=1e-6 if "fused" in setting else EXACT)
 
 
 @on_ranks(2)

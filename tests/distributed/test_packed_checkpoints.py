@@ -38,7 +38,7 @@ from shardkit import (
     register_parts,
     summon_full_params,
 )
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,31 +89,34 @@ WAYS: Ways = {
 }
 
 
-def save(way: str, kind: str, folder: str) -> Tensor:
+def save(folder: str, choice: tuple[str, str]) -> Tensor:
+    kind, way = choice
     model = sharded(kind, seed=1)
-    WAYS[way][0](folder, model)
+    WAYS[way][0](f"{folder}/{kind}, {way}", model)
     return output(model)
 
 
-def load(way: str, kind: str, folder: str) -> Tensor:
+def load(folder: str, choice: tuple[str, str]) -> Tensor:
+    kind, way = choice
     model = sharded(kind, seed=2)
     before = output(model)
-    WAYS[way][1](folder, model)
+    WAYS[way][1](f"{folder}/{kind}, {way}", model)
     after = output(model)
     assert not torch.equal(after, before)
     return after
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 1)])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["wrapper", "8 bit"])
 def test_checkpoints_load_on_other_numbers_of_ranks(
-    spawn: Spawn, tmp_path: Path, kind: str, way: str, saved: int, loaded: int
+    spawn: Spawn, tmp_path: Path, saved: int, loaded: int
 ) -> None:
-    expected, *_ = spawn(save, saved, way, kind, str(tmp_path / "saved"))
-    assert torch.equal(expected, output(make(kind, seed=1)))
-    for found in spawn(load, loaded, way, kind, str(tmp_path / "saved")):
-        assert torch.equal(found, expected)
+    choices = {f"{kind}, {way}": (kind, way) for kind in ("wrapper", "8 bit") for way in WAYS}
+    written = spawn_each(spawn, choices, save, saved, str(tmp_path))
+    read = spawn_each(spawn, choices, load, loaded, str(tmp_path))
+    for what, (kind, _) in choices.items():
+        expected = written[what][0]
+        assert torch.equal(expected, output(make(kind, seed=1))), what
+        assert all(torch.equal(found, expected) for found in read[what]), what
 
 
 # Not "8 bit": torch looks for an attribute by the name of each key, unsharded as well.

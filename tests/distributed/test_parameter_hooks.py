@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import CASES
-from reference import Differences, assert_within, make_mesh, rank_batch, shard
+from reference import Differences, assert_each_within, assert_within, make_mesh, rank_batch, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardkit._compat.torch_autograd import tensor_hooks
+from workers import spawn_each
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -36,7 +37,7 @@ def hook_all(model: nn.Module) -> list[typing.Any]:
 
 
 def train_with_hooks(
-    mesh_shape: tuple[int, ...], when: str, options: dict[str, typing.Any], is_compiled: bool
+    mesh_shape: tuple[int, ...], options: dict[str, typing.Any], is_compiled: bool, when: str
 ) -> Differences:
     """Compare with the mean of what a plain model with the same hooks gives on each rank's data."""
     torch.manual_seed(0)
@@ -84,13 +85,13 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return CASE.loss(model, (x.double(), y.double()))
 
 
-@pytest.mark.parametrize("when", ["before", "after", "after a step"])
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)], ids=str)
 def test_a_hook_gets_the_whole_gradient_of_this_rank(
-    spawn: Spawn, mesh_shape: tuple[int, ...], when: str
+    spawn: Spawn, mesh_shape: tuple[int, ...]
 ) -> None:
-    by_rank = spawn(train_with_hooks, math.prod(mesh_shape), mesh_shape, when, {}, False)
-    assert_within(by_rank, grad=TOLERANCE)
+    times = {when: when for when in ("before", "after", "after a step")}
+    found = spawn_each(spawn, times, train_with_hooks, math.prod(mesh_shape), mesh_shape, {}, False)
+    assert_each_within(found, grad=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,11 @@ def test_a_hook_gets_the_whole_gradient_of_this_rank(
     ids=["offloaded", "kept"],
 )
 def test_hooks_with_other_options(spawn: Spawn, options: dict[str, typing.Any]) -> None:
-    assert_within(spawn(train_with_hooks, 2, (2,), "before", options, False), grad=TOLERANCE)
+    assert_within(spawn(train_with_hooks, 2, (2,), options, False, "before"), grad=TOLERANCE)
 
 
 def test_hooks_on_a_compiled_layer(spawn: Spawn) -> None:
-    assert_within(spawn(train_with_hooks, 2, (2,), "after", {}, True), grad=TOLERANCE)
+    assert_within(spawn(train_with_hooks, 2, (2,), {}, True, "after"), grad=TOLERANCE)
 
 
 def seen_dtypes() -> tuple[list[torch.dtype], list[tuple[int, ...]], float]:

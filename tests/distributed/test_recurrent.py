@@ -14,9 +14,16 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from models import Case
 from parity import compare_training, in_turns
-from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, shard
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_each_within,
+    assert_within,
+    shard,
+)
 from shardkit import ShardedTensor, WrapError, fully_shard
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from models import Batch
@@ -76,9 +83,8 @@ def assert_weights_agree(rnn: nn.RNNBase, *, sharded: bool) -> None:
         assert isinstance(weight, ShardedTensor) == sharded, name
 
 
-def train_recurrent(
-    kind: str, packed: bool, where: str, reshard_after_forward: bool | None
-) -> Differences:
+def train_recurrent(kind: str, choice: tuple[bool, str, bool | None]) -> Differences:
+    packed, where, reshard_after_forward = choice
     case = Case(
         lambda: Recurrent(kind, packed=packed), GROUPS[where], sequence_batch, squared_error
     )
@@ -91,16 +97,17 @@ def train_recurrent(
     return differences
 
 
-@pytest.mark.parametrize(
-    ("kind", "reshard_after_forward", "where"),
-    in_turns(KINDS, [True, False, None], list(GROUPS)),
-)
-@pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
-def test_recurrent_layers_train_as_plain_ones(
-    spawn: Spawn, kind: str, packed: bool, where: str, reshard_after_forward: bool | None
-) -> None:
-    found = spawn(train_recurrent, 2, kind, packed, where, reshard_after_forward)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recurrent_layers_train_as_plain_ones(spawn: Spawn, kind: str) -> None:
+    turns = in_turns(KINDS, [True, False, None], list(GROUPS))
+    choices = {
+        f"{packed=}, {where}, reshard_after_forward={mode}": (packed, where, mode)
+        for packed in (False, True)
+        for each, mode, where in turns
+        if each == kind
+    }
+    found = spawn_each(spawn, choices, train_recurrent, 2, kind)
+    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
 class RecurrentRoot(nn.LSTM):

@@ -31,7 +31,7 @@ from shardkit import (
     fully_shard,
 )
 from shardkit._compat import torch_fsdp2
-from workers import in_each, on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -252,8 +252,7 @@ OPTIONS: dict[str, dict[str, typing.Any]] = {
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_options_leave_the_numbers_as_they_are(spawn: Spawn, name: str) -> None:
-    by_rank = spawn(in_each, 4, OPTIONS, train_with_options, name, timeout_s=120)
-    assert_each_within({each: [found[each] for found in by_rank] for each in OPTIONS}, **TRAINED)
+    assert_each_within(spawn_each(spawn, OPTIONS, train_with_options, 4, name), **TRAINED)
 
 
 def train_over_one() -> Differences:

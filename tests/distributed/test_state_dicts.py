@@ -30,7 +30,7 @@ from shardkit.checkpoint import (
 )
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._state.model_and_optimizer import optimizer_template, put_optimizer_state
-from workers import on_ranks
+from workers import in_each, on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -47,12 +47,7 @@ def is_plain(state: dict[str, typing.Any]) -> bool:
     return all(not isinstance(leaf, ShardedTensor) for leaf in state.values())
 
 
-@pytest.mark.parametrize("how", ["every rank has it", "rank 0 sends", "a flat one"])
-@pytest.mark.parametrize(
-    ("name", "mesh_shape"), [("gpt", (2,)), ("tiny", (2, 2)), ("frozen", (2,)), ("unused", (3,))]
-)
-@on_ranks("mesh_shape")
-def test_full_state_round(name: str, mesh_shape: tuple[int, ...], how: str) -> None:
+def bring_full_state(name: str, mesh_shape: tuple[int, ...], how: str) -> None:
     """A full state dict of one model goes into another of other values."""
     case, model, optimizer = trained(name, mesh_shape)
     cpu_offload = how == "rank 0 sends"
@@ -85,6 +80,15 @@ def test_full_state_round(name: str, mesh_shape: tuple[int, ...], how: str) -> N
     else:
         state = whole(other_optimizer.state_dict())
         assert_same(state, whole(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh_shape"), [("gpt", (2,)), ("tiny", (2, 2)), ("frozen", (2,)), ("unused", (3,))]
+)
+@on_ranks("mesh_shape", timeout_s=120)
+def test_full_state_round(name: str, mesh_shape: tuple[int, ...]) -> None:
+    ways = {how: how for how in ("every rank has it", "rank 0 sends", "a flat one")}
+    in_each(ways, bring_full_state, name, mesh_shape)
 
 
 def infos_of(state: dict[str, typing.Any]) -> dict[str, typing.Any]:

@@ -16,7 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from models import WIDTHS, cross_entropy
 from parallel_models import CASES, MLP, batches_of, make, make_meshes, mlp_plan, parallelize
-from reference import Differences, assert_within, full_grads, mean_over_ranks, train
+from reference import (
+    Differences,
+    assert_each_within,
+    assert_within,
+    full_grads,
+    mean_over_ranks,
+    train,
+)
 from shardkit import (
     MixedPrecisionPolicy,
     ShardedTensor,
@@ -24,7 +31,7 @@ from shardkit import (
     fully_shard,
     init_device_mesh,
 )
-from workers import on_ranks
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +41,7 @@ if typing.TYPE_CHECKING:
 pytestmark = pytest.mark.helpers
 
 RANKS = 4
+NAMES = {name: name for name in CASES}
 # The last axis is tensor-parallel; the first of three replicates.
 MESHES = ((2, 2), (1, 4), (4, 1), (2, 1, 2), (1, 2, 2))
 
@@ -72,29 +80,32 @@ def compare_training(
     return differences
 
 
+CLOSE = {"loss": TOLERANCE, "grad": TOLERANCE, "norm": TOLERANCE, "parameter": TOLERANCE}
+
+
 def assert_close(by_rank: Sequence[Differences]) -> None:
-    assert_within(by_rank, loss=TOLERANCE, grad=TOLERANCE, norm=TOLERANCE, parameter=TOLERANCE)
+    assert_within(by_rank, **CLOSE)
 
 
 # --- training -----------------------------------------------------------------------------------
 
 
-def train_both(name: str, mesh_shape: tuple[int, ...], optimizer: str) -> Differences:
+def train_both(mesh_shape: tuple[int, ...], optimizer: str, name: str) -> Differences:
     return compare_training(name, mesh_shape, make(name, mesh_shape), optimizer)
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", CASES)
 def test_training_with_clipping_equals_plain_training(
-    spawn: Spawn, name: str, mesh_shape: tuple[int, ...]
+    spawn: Spawn, mesh_shape: tuple[int, ...]
 ) -> None:
-    assert_close(spawn(train_both, RANKS, name, mesh_shape, "sgd"))
+    found = spawn_each(spawn, NAMES, train_both, RANKS, mesh_shape, "sgd")
+    assert_each_within(found, **CLOSE)
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "sgd"])
-@pytest.mark.parametrize("name", CASES)
-def test_adamw_equals_plain_adamw(spawn: Spawn, name: str, optimizer: str) -> None:
-    assert_close(spawn(train_both, RANKS, name, (2, 2), optimizer))
+def test_adamw_equals_plain_adamw(spawn: Spawn, optimizer: str) -> None:
+    found = spawn_each(spawn, NAMES, train_both, RANKS, (2, 2), optimizer)
+    assert_each_within(found, **CLOSE)
 
 
 def train_with(

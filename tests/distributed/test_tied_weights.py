@@ -7,11 +7,18 @@ import typing
 
 import pytest
 import torch
+from one_backward import MODES
 from torch import Tensor, nn
 
 from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
 from parity import Ranks, compare_training, on_meshes
-from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_each_within,
+    assert_within,
+)
 from shardkit import ShardedTensor, WrapError, fully_shard
 from workers import on_ranks
 
@@ -68,14 +75,11 @@ def train_tied(ranks: Ranks, inner: bool, reshard_after_forward: bool | None) ->
     return compare_training(case, model, plain, ranks=ranks)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("inner", [True, False])
 @on_meshes((2,))
-def test_a_weight_tied_within_a_group(
-    run: Run, inner: bool, reshard_after_forward: bool | None
-) -> None:
-    found = run(train_tied, inner, reshard_after_forward)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+def test_a_weight_tied_within_a_group(run: Run, inner: bool) -> None:
+    found = run.each(MODES, train_tied, inner)
+    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
 # --- across groups --------------------------------------------------------------------------------

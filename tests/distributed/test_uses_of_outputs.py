@@ -7,13 +7,22 @@ import typing
 
 import pytest
 import torch
+from one_backward import MODES
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from models import MLP, Case, regression_batch
 from parity import compare_training, in_turns
-from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, shard
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_each_within,
+    assert_within,
+    shard,
+)
 from shardkit import fully_shard
+from workers import spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,21 +163,18 @@ RUNS = {
 }
 
 
-def train_run(name: str, reshard_after_forward: bool | None, optimizer: str) -> Differences:
+def train_run(name: str, reshard_after_forward: bool | None) -> Differences:
     make, run = RUNS[name]
     case = Case(make, lambda model: list(model.layers), regression_batch, run)
     plain = make()
     model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
-    return compare_training(case, model, plain, optimizer, steps=6)
+    return compare_training(case, model, plain, steps=6)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("name", RUNS)
-def test_modules_run_in_any_way(
-    spawn: Spawn, name: str, reshard_after_forward: bool | None
-) -> None:
-    found = spawn(train_run, 2, name, reshard_after_forward, "sgd")
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+def test_modules_run_in_any_way(spawn: Spawn, name: str) -> None:
+    found = spawn_each(spawn, MODES, train_run, 2, name)
+    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
 # --- written in place -----------------------------------------------------------------------------

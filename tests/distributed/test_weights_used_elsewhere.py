@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity import in_turns
-from reference import Differences, assert_within, make_mesh, step_all
+from reference import Differences, assert_each_within, assert_within, make_mesh, step_all
 from shardkit import fully_shard
+from workers import spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,8 +113,9 @@ def words_of(rank: int, step: int) -> Tensor:
     return torch.randint(0, WORDS, (5 + step,), generator=generator)
 
 
-def train(name: str, mesh_shape: tuple[int, ...], is_apart: bool, is_delayed: bool) -> Differences:
-    """Train beside a plain model; `is_apart`: each module is a group."""
+def train(mesh_shape: tuple[int, ...], is_delayed: bool, choice: tuple[str, bool]) -> Differences:
+    """Train beside a plain model a use of weights; `is_apart`: each module is a group."""
+    name, is_apart = choice
     plain = Model(is_tied="tied" in name).double()
     torch.manual_seed(2)
     for param in plain.parameters():
@@ -139,20 +141,21 @@ def train(name: str, mesh_shape: tuple[int, ...], is_apart: bool, is_delayed: bo
     return differences
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh_shape", "is_apart"),
-    in_turns(USES, [(2,), (3,), (2, 2)], [True, False]),
-    ids=str,
-)
+MESHES = ((2,), (3,), (2, 2))
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_gradients_are_averaged_over_ranks_with_data_of_their_own(
-    spawn: Spawn, name: str, mesh_shape: tuple[int, ...], *, is_apart: bool
+    spawn: Spawn, mesh_shape: tuple[int, ...]
 ) -> None:
-    by_rank = spawn(train, math.prod(mesh_shape), name, mesh_shape, is_apart, False)
-    assert_within(by_rank, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+    turns = in_turns(USES, MESHES, [True, False])
+    choices = {name: (name, is_apart) for name, mesh, is_apart in turns if mesh == mesh_shape}
+    found = spawn_each(spawn, choices, train, math.prod(mesh_shape), mesh_shape, False)
+    assert_each_within(found, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["head outside", "weighed outside", "tied in the root's forward"])
 def test_gradients_of_several_backwards_add_up(spawn: Spawn, name: str) -> None:
     """Those of uses elsewhere are averaged at once, the others with the last backward."""
-    by_rank = spawn(train, 2, name, (2,), True, True)
+    by_rank = spawn(train, 2, (2,), True, (name, True))
     assert_within(by_rank, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)

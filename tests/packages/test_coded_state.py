@@ -23,6 +23,7 @@ from models import GPT, Case, Parameters, cross_entropy, token_batch
 from reference import full, full_parameters, make_mesh, shard, whole_and_sharded
 from shardkit import OptimizerError, ShardedTensor, checkpoint, fully_shard
 from shardkit.optim import LocalOptimizer
+from workers import spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -101,7 +102,7 @@ def coded_numel(optimizer: LocalOptimizer) -> int:
     return numel
 
 
-def take_steps(name: str, mesh_shape: tuple[int, ...]) -> tuple[dict[str, float], int]:
+def take_steps(mesh_shape: tuple[int, ...], name: str) -> tuple[dict[str, float], int]:
     optimizer_class, options = class_of(name)
     plain, sharded = whole_and_sharded(mesh_shape, SHAPES)
     step_with(plain, optimizer_class(plain.parameters(), **options), range(STEPS))
@@ -116,21 +117,22 @@ NOISE = {"4 bits": 5e-3, "8 bits": 5e-4, "fp8": 3e-3, "Lion": 5e-4, "SGD": 5e-4}
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", EVERY)
-def test_steps(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
-    outcomes = spawn(take_steps, math.prod(mesh_shape), name, mesh_shape, timeout_s=LONG_S)
-    for found, _ in outcomes:
-        assert found["small"] == 0.0
-        noise = 0.0 if name in EXACT else NOISE[name.partition(" ")[2]]
-        assert max(found.values()) <= noise, found
-        if mesh_shape == (1,):
-            assert found["first"] == found["second"] == 0.0
-    if name in CODED:
-        # Whether state is coded does not depend on the cuts, but for less than a block at each end
-        # of a piece, and pieces below the size that the packages code.
-        whole = sum(math.prod(shape) for shape in SHAPES.values())
-        coded = sum(numel for _, numel in outcomes) / (2 if len(mesh_shape) == 2 else 1)
-        assert coded >= whole * ({1: 0.99, 2: 0.85}.get(math.prod(mesh_shape), 0.5)), coded / whole
+def test_steps(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    num_ranks = math.prod(mesh_shape)
+    names = {name: name for name in EVERY}
+    for name, outcomes in spawn_each(spawn, names, take_steps, num_ranks, mesh_shape).items():
+        for found, _ in outcomes:
+            assert found["small"] == 0.0, name
+            noise = 0.0 if name in EXACT else NOISE[name.partition(" ")[2]]
+            assert max(found.values()) <= noise, (name, found)
+            if mesh_shape == (1,):
+                assert found["first"] == found["second"] == 0.0, name
+        if name in CODED:
+            # Whether state is coded does not depend on the cuts, but for less than a block at each
+            # end of a piece, and pieces below the size that the packages code.
+            whole = sum(math.prod(shape) for shape in SHAPES.values())
+            coded = sum(numel for _, numel in outcomes) / (2 if len(mesh_shape) == 2 else 1)
+            assert coded >= whole * {1: 0.99, 2: 0.85}.get(num_ranks, 0.5), (name, coded / whole)
 
 
 # --- checkpoints --------------------------------------------------------------------------------

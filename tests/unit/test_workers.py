@@ -129,6 +129,8 @@ def test_cases_of_one_call_begin_alike_and_the_one_that_fails_is_named(spawn: Sp
     choices = {"first": "a", "second": "b", "third": "c"}
     for found in spawn(workers.in_each, 2, choices, draw_or_fail, ""):
         assert found == dict.fromkeys(choices, found["first"])
+    by_name = workers.spawn_each(spawn, choices, draw_or_fail, 2, "")
+    assert by_name == dict.fromkeys(choices, [found["first"]] * 2)
     with pytest.raises(workers.WorkerError) as caught:
         spawn(workers.in_each, 2, choices, draw_or_fail, "b")
     report = str(caught.value)
