@@ -37,9 +37,9 @@ if typing.TYPE_CHECKING:
 pytestmark = one_card.NEEDS_CARD
 
 MIB = 2**20
-# What is allocated on an H100 (torch 2.11) is up to 1.077 of the plan, and exactly the plan where
-# no activation is larger than the residual stream: one more lives in backward there than on meta.
-# Why is not known. What the allocator reserves is up to 1.35 of the plan, by pieces too small.
+# What is allocated on an H100 (torch 2.11) is up to 1.077 of the plan: one tensor more lives in
+# backward there than on meta, as large as the largest activation of a block. Why is not known. What
+# the allocator reserves is up to 1.35 of the plan.
 ALLOCATED, RESERVED = 1.08, 1.4
 
 
