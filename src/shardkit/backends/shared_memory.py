@@ -48,6 +48,10 @@ _MESSAGE = struct.Struct("<IIQQQQ")
 _NUM_LANES = 2
 _SMALLEST_BLOCK = 1 << 16
 _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(4)
+_REMEDY = (
+    "Raise the limit of open files (ulimit -n) or of memory, or set SHARDKIT_SHARED_MEMORY=0 on "
+    "all ranks: then gloo sends everything."
+)
 
 
 # --- what is shared -------------------------------------------------------------------------------
@@ -177,7 +181,11 @@ class SharedMemory:
     # --- sending ---
 
     def block(self, nbytes: int) -> Block:
-        """Return a block of at least so many bytes that nobody reads."""
+        """Return a block of at least so many bytes that nobody reads.
+
+        Raises:
+            RuntimeError: The system gives no memory, or no descriptor.
+        """
         found = self._take_free(nbytes)
         if found is None:
             with self._receiving:  # The others may have told what they have read.
@@ -188,10 +196,15 @@ class SharedMemory:
         if found is not None:
             return found
         capacity = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
-        descriptor = os.memfd_create("shardkit")
-        os.truncate(descriptor, capacity)
+        try:
+            descriptor = os.memfd_create("shardkit")
+            os.truncate(descriptor, capacity)
+            memory = _mapped(descriptor)
+        except (OSError, RuntimeError) as error:
+            msg = f"{capacity} bytes cannot be shared with other ranks: {error}. {_REMEDY}"
+            raise RuntimeError(msg) from error
         self._num_blocks += 1
-        return Block(self._num_blocks, _mapped(descriptor), descriptor)
+        return Block(self._num_blocks, memory, descriptor)
 
     def _take_free(self, nbytes: int) -> Block | None:
         for number, lane in enumerate(self._lanes):
@@ -271,7 +284,7 @@ class SharedMemory:
         """Take a message; say whether there was one."""
         flags = 0 if blocks else socket.MSG_DONTWAIT
         try:
-            message, extra, _, _ = peer.connection.recvmsg(
+            message, extra, found, _ = peer.connection.recvmsg(
                 _MESSAGE.size, _ROOM_FOR_DESCRIPTOR, flags
             )
         except OSError as error:
@@ -284,6 +297,9 @@ class SharedMemory:
             if not blocks:
                 return False
             msg = "a wait for a tensor in shared memory has ended: the connection was closed"
+            raise RuntimeError(msg)
+        if found & socket.MSG_CTRUNC:
+            msg = f"what another rank shares cannot be opened: too many open files. {_REMEDY}"
             raise RuntimeError(msg)
         lane, block, number, nbytes, *peer.num_read = _MESSAGE.unpack(message)
         for _, _, data in extra:

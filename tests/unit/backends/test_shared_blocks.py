@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import resource
 import socket
 import threading
 import time
@@ -306,3 +308,24 @@ def test_who_does_not_know_the_secret_is_turned_away() -> None:
         assert friend.recv(7) == b"welcome"
         for each in (*strangers, friend, *found.values()):
             each.close()
+
+
+@contextlib.contextmanager
+def no_more_files() -> typing.Iterator[None]:
+    """Let this process open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_with_too_many_open_files_says_so() -> None:
+    first, second = connected(2)
+    with no_more_files(), pytest.raises(RuntimeError, match=r"Too many open files.*ulimit -n"):
+        first.block(100)
+    shared = share(second, 2)
+    share(first, 1)
+    with no_more_files(), pytest.raises(RuntimeError, match="SHARDKIT_SHARED_MEMORY=0"):
+        shared.wait()
