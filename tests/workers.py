@@ -508,6 +508,10 @@ class Pools:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Close all pools. What is run next starts in new processes: nothing before is left."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()

@@ -14,7 +14,9 @@ from scenarios import NUM_RANKS
 import shardkit
 
 if typing.TYPE_CHECKING:
-    from workers import Spawn
+    from collections.abc import Iterator
+
+    from workers import Pools, Spawn
 
 ORDERING = re.compile(
     r"\.wait\(|\.wait_fence\(|\.record\(|\.fence\(|\.synchronize\(|\.keep\(|s\.join\(|follow_compute\(|follow_writes\(|_late_writes\("
@@ -77,6 +79,13 @@ NEEDLESS = {
     },
 }
 """Lines without a mutation, by how they begin or what they hold, and why."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_that_others_do_not_get(pools: Pools) -> Iterator[None]:
+    """End them: torch's list of classes that may be loaded has those that were imported last."""
+    yield
+    pools.renew()
 
 
 def source_of(module: str) -> str:

@@ -88,21 +88,16 @@ class OwnActions:
         self._num_asked += 1
         pickled = "" if self._num_pickled == Pickled.count else Pickled.name
         self._num_pickled = Pickled.count
+        reads_settings = self._num_asked <= _NUM_FIRST or not self._num_asked % _INTERVAL
         known, taken = self._known, []
-        if self._num_asked > _NUM_FIRST and self._num_asked % _INTERVAL:
-            for optimizer, count in list(_steps.items()):
-                if self._has_part_in(optimizer) and count != known.get(optimizer, 0):
-                    number = count - known.get(optimizer, 0)
-                    taken.append(Steps(type(optimizer).__name__, number, ()))
-            return taken, pickled
-        self._known = weakref.WeakKeyDictionary(_steps)
-        self._updates.clear()  # Parameters may have been added.
-        entries = self._entries()
+        if reads_settings:
+            self._known = weakref.WeakKeyDictionary(_steps)
+            self._updates.clear()  # Parameters may have been added.
         for optimizer, count in list(_steps.items()):
-            settings = tuple(_settings_of(optimizer, entries))
-            if settings and count != known.get(optimizer, 0):
-                number = count - known.get(optimizer, 0)
-                taken.append(Steps(type(optimizer).__name__, number, settings))
+            number = count - known.get(optimizer, 0)
+            if number and self._has_part_in(optimizer):
+                settings = _settings_of(optimizer, self._entries()) if reads_settings else ()
+                taken.append(Steps(type(optimizer).__name__, number, tuple(settings)))
         return taken, pickled
 
     def _has_part_in(self, optimizer: Optimizer) -> bool:
