@@ -267,9 +267,9 @@ def of_memory_and_traffic(edges: list[Edge]) -> list[Edge]:
 class Training:
     """A rank that trains as people do; after two steps its next step is as all that follow."""
 
-    def __init__(self, case: Case, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+    def __init__(self, case: Case, device: str = "cpu") -> None:
         self.case = case
-        mesh = shardkit.init_device_mesh(device.type, case.mesh)
+        mesh = shardkit.init_device_mesh(device, case.mesh)
         self.model, self.batch = case.model().to(device), case.batch().to(device)
         case.prepare(self.model)
         case.shard(self.model, mesh)

@@ -108,7 +108,7 @@ def run_on_card(name: str) -> OnCard:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = _most_bytes()
-    run, events = Training(case, CARD), list[StepEvent]()
+    run, events = Training(case, CARD.type), list[StepEvent]()
     with Issued() as issued, observed_by(StepObserver(events.append)):
         run.step()
     torch.cuda.synchronize()

@@ -196,11 +196,14 @@ class SharedMemory:
         if found is not None:
             return found
         capacity = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
+        descriptor = None
         try:
             descriptor = os.memfd_create("shardkit")
             os.truncate(descriptor, capacity)
             memory = _mapped(descriptor)
         except (OSError, RuntimeError) as error:
+            if descriptor is not None:
+                os.close(descriptor)
             msg = f"{capacity} bytes cannot be shared with other ranks: {error}. {_REMEDY}"
             raise RuntimeError(msg) from error
         self._num_blocks += 1

@@ -329,3 +329,15 @@ def test_a_process_with_too_many_open_files_says_so() -> None:
     share(first, 1)
     with no_more_files(), pytest.raises(RuntimeError, match="SHARDKIT_SHARED_MEMORY=0"):
         shared.wait()
+
+
+def test_a_block_that_cannot_be_mapped_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> torch.Tensor:
+        raise RuntimeError
+
+    first, _ = connected(2)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    monkeypatch.setattr(shared_memory, "_mapped", refuse)
+    with pytest.raises(RuntimeError, match="cannot be shared"):
+        first.block(100)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before

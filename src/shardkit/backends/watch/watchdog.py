@@ -654,9 +654,9 @@ class Watchdog:
         if self.final_text is not None:
             return
         self.final_text = text
-        runs.keep_diagnosis(
-            self._store.run, text, answers or [self.status()], of_all_ranks=bool(answers)
-        )
+        # No details of its own: what collects them must not keep the waits from their end.
+        known = answers or [self.status(details=False)]
+        runs.keep_diagnosis(self._store.run, text, known, of_all_ranks=bool(answers))
         world = dist.group.WORLD  # Read first: if the store is still ours, so is this.
         call = self._call if self._is_in_use() else None
         if not self._waits:  # Else whoever waits raises it.
