@@ -158,15 +158,16 @@ def test_what_nobody_waited_for_is_read() -> None:
     exchange([first, second], 7)
 
 
-def test_descriptors_are_closed() -> None:
-    def number() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
+
+def test_descriptors_are_closed() -> None:
     ranks = connected(4)
-    before = number()
+    before = num_descriptors()
     for value in range(50):
         exchange(ranks, value, nbytes=1 << (value % 20))
-    assert number() == before
+    assert num_descriptors() == before
 
 
 def test_blocks_may_be_made_in_inference_mode() -> None:
@@ -336,8 +337,8 @@ def test_a_block_that_cannot_be_mapped_leaves_no_open_file(monkeypatch: pytest.M
         raise RuntimeError
 
     first, _ = connected(2)
-    before = len([*Path("/proc/self/fd").iterdir()])
+    before = num_descriptors()
     monkeypatch.setattr(shared_memory, "_mapped", refuse)
     with pytest.raises(RuntimeError, match="cannot be shared"):
         first.block(100)
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert num_descriptors() == before
