@@ -79,7 +79,7 @@ class OneCardRank:
         return seconds
 
     def copies(self, numel: int, num_groups: int) -> float:
-        """Return the seconds of the host that a fake group of many ranks costs more than one of 1.
+        """Return the host's additional seconds for a fake group of many ranks instead of one.
 
         The time is that of two all-gathers and a reduce-scatter for each of `num_groups`, less the
         time of the same collectives in a group of one rank.

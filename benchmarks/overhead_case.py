@@ -22,7 +22,7 @@ class OverheadCase:
     workload: Workload
 
     def run(self, settings: Settings) -> Report:
-        """Time the wrapped models and the plain one in turns; report the difference for each group."""
+        """Time the wrapped models and the plain one in turns; report the overhead per group."""
         names = able((SHARDKIT, FSDP2, FLOOR))
         alone = replace(settings, device_type="cpu", world_size=1)
         timings = time_interleaved(names, self.workload, alone)
