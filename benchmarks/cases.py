@@ -1,4 +1,4 @@
-"""Everything that can be benchmarked, by name. A new case is one more line of the table."""
+"""All benchmark cases, by name: a new case is one more line of the table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from xla_case import XlaCase
 
 
 class Case(Protocol):
-    """Anything that can be run under the common settings and reports one table."""
+    """A benchmark that runs under the common settings and reports one table."""
 
     @property
     def summary(self) -> str:

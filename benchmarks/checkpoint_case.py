@@ -1,4 +1,4 @@
-"""The checkpoint case: saving and loading model and optimizer, and the bytes that it takes."""
+"""The checkpoint case: saving and loading model and optimizer, and the bytes written."""
 
 import importlib
 import os
@@ -24,7 +24,7 @@ from report import ABSENT, Report, Spread, Target
 from rounds import Settings, able, turns
 
 _DIM = 1024
-_BYTES_PER_PARAMETER = 12  # fp32, and as much for each of AdamW's averages.
+_BYTES_PER_PARAMETER = 12  # fp32, and the same for each of AdamW's averages.
 _PARAMETERS_PER_LAYER = 12 * _DIM**2
 _COLUMNS = {
     "save": "save s",
@@ -36,13 +36,13 @@ _COLUMNS = {
     "copy": "plain copy s",
 }
 _MODELS = {"50 MB": (200, 62_500), "3,000 tiny": (3_000, 8)}
-"""Tensors of a model, fp32, and the elements of each. In one bytes count, in one tensors."""
+"""Number of fp32 tensors of a model, and elements of each: one has many bytes, one many tensors."""
 _BESIDE_LIMIT = 1.02
 
 
 @dataclass(frozen=True)
 class CheckpointCase:
-    """A GPT with AdamW's state, as large as asked for.
+    """A GPT with AdamW's state, of the size in the settings.
 
     Attributes:
         summary: The case in words.
@@ -51,7 +51,7 @@ class CheckpointCase:
     summary: str
 
     def run(self, settings: Settings) -> Report:
-        """Let the contenders save and load in turns."""
+        """Run saves and loads of the contenders in turns."""
         per_layer = _PARAMETERS_PER_LAYER * _BYTES_PER_PARAMETER
         num_layers = max(1, round(settings.state_gb * 1e9 / per_layer))
         shape = GPTShape(dim=_DIM, num_layers=num_layers, num_heads=16, batch=1, sequence=8)
@@ -75,7 +75,7 @@ class CheckpointCase:
                 for name in names if number % 2 == 0 else reversed(names):
                     turn = Path(folder, f"{number}")
                     found = _turn(ranks[name], turn, name, direct_first=number % 4 < 2)  # noqa: PLR2004 - twice, then twice not
-                    if number > 0:  # In the first one memory and files are made.
+                    if number > 0:  # The first round makes memory and files.
                         for what, seconds in found.items():
                             times[name].setdefault(what, []).append(seconds)
             nbytes = sum(ranks[names[0]].call("nbytes"))
@@ -84,8 +84,8 @@ class CheckpointCase:
     def run_beside(self, settings: Settings) -> Report:
         """Compare saves and loads of one rank with the source that ``--beside`` names, in turns.
 
-        By the time of the processor: files in the page cache are read and written by it, and other
-        work on the machine does not count.
+        The times are processor time: the processor reads and writes files in the page cache, and
+        other work on the machine does not count.
         """
         names = able((SHARDKIT, BESIDE))
         times: dict[str, dict[str, list[float]]] = {name: {} for name in names}
@@ -97,7 +97,7 @@ class CheckpointCase:
             }
             for number, name in enumerate(turns(names, settings.num_rounds + 1)):
                 [found] = ranks[name].call("turn", f"{folder}/{name}")
-                if number >= len(names):  # In the first round memory and files are made.
+                if number >= len(names):  # The first round makes memory and files.
                     for what, seconds in found.items():
                         times[name].setdefault(what, []).append(seconds)
         ratios = {
@@ -125,7 +125,7 @@ def _turn(ranks: Ranks, folder: Path, name: str, *, direct_first: bool) -> dict[
     found: dict[str, float] = {}
 
     def save(what: str, call: str, path: Path) -> None:
-        os.sync()  # No time for another's writes that are still under way.
+        os.sync()  # Another contender's writes must not count.
         found[what] = max(ranks.call(call, str(path)))
 
     ways = [("save", "save", folder / "x")]
@@ -182,10 +182,10 @@ def _report(title: str, times: dict[str, dict[str, list[float]]], nbytes: int) -
 
 
 class CheckpointRank:
-    """One rank of a contender that has been trained for a step."""
+    """One rank of a contender, after one step of training."""
 
     def __init__(self, device: torch.device, name: str, workload: Workload) -> None:
-        """Train, so that the optimizer has its state."""
+        """Train one step, so that the optimizer has its state."""
         trainer = build(name, workload, device)
         self._is_shardkit = name == SHARDKIT
         self._model, self._optimizer = trainer.model, trainer.optimizer
@@ -204,7 +204,7 @@ class CheckpointRank:
         return [t.to_local().detach() if hasattr(t, "to_local") else t for t in state]
 
     def save(self, path: str) -> float:
-        """Save as users of the contender do; return seconds."""
+        """Save by the functions that the contender's users call; return seconds."""
         if self._is_shardkit:
             from shardkit import checkpoint
 
@@ -220,7 +220,7 @@ class CheckpointRank:
         return {"model": model, "optim": optim}
 
     def load(self, path: str) -> float:
-        """Load as users of the contender do; return seconds."""
+        """Load by the functions that the contender's users call; return seconds."""
         if self._is_shardkit:
             from shardkit import checkpoint
 
@@ -238,7 +238,7 @@ class CheckpointRank:
         )
 
     def async_save(self, path: str) -> float:
-        """Start a save in the background; return the seconds until training could go on."""
+        """Start a save in the background; return the seconds until training can go on."""
         handles: list[Any] = []
         if self._is_shardkit:
             from shardkit import checkpoint
@@ -293,7 +293,7 @@ class BesideRank:
             self._models[what] = self._shardkit.fully_shard(model, mesh=mesh)
 
     def turn(self, path: str) -> dict[str, float]:
-        """Save and load each model once; return seconds of this process' processor time."""
+        """Save and load each model once; return seconds of this process's processor time."""
         checkpoint = importlib.import_module(f"{self._shardkit.__name__}.checkpoint")
         found = {}
         for what, model in self._models.items():

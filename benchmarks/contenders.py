@@ -1,19 +1,19 @@
 """What is compared: shardkit, torch FSDP2, torch DDP, the floor below all, and plain torch.
 
-All contenders train the same model, from the same seed, with ``AdamW(foreach=True)``, but two
-whose names say it: `LOCAL` and `FLAT` have ``AdamW(fused=True)``, and two more have Muon for
-the matrices of the blocks. `EXPERTS` and `FSDP2_EXPERTS` train a mixture of experts. The same code
-splits its experts over some ranks first, as DTensors. In mixed precision they cannot all do the
-same arithmetic, so each takes the nearest that it offers:
+All contenders train the same model, from the same seed, with ``AdamW(foreach=True)``. There are
+exceptions: `LOCAL` and `FLAT` use ``AdamW(fused=True)``, and two more use Muon for the matrices of
+the blocks. `EXPERTS` and `FSDP2_EXPERTS` train a mixture of experts. For both the same code first
+splits the experts over some ranks, as DTensors. In mixed precision the contenders cannot all do the
+same arithmetic, so each does the nearest that it offers:
 
 =========== ============================================================================
 shardkit    ``param_dtype`` compute, fp32 reduction, fp32 shards for the optimizer
 torch FSDP2 the same policy
 torch DDP   autocast over fp32 parameters. DDP keeps no fp32 copy of low-precision
-            parameters, so this is how it is used: every weight is cast again in every
+            parameters, so autocast is the usual way: every weight is cast again in every
             forward, and norms and gradients stay fp32
 floor       a model in ``param_dtype``, its 1/N of optimizer state in fp32
-plain torch nothing: where it takes part the parameters are stored in the dtype of the compute
+plain torch nothing: in its cases the parameters are stored in the dtype of the compute
 =========== ============================================================================
 """
 
@@ -50,9 +50,9 @@ FSDP2_MUON = "torch FSDP2, Muon"
 EXPERTS = "shardkit, one call"
 FSDP2_EXPERTS = "torch FSDP2, two groups"
 FLAT = "plain fused"
-"""The floor, its 1/N of optimizer state updated by the fused kernel."""
+"""The floor, whose 1/N of the optimizer state is updated by the fused kernel."""
 BESIDE = "shardkit beside"
-"""shardkit of another commit: its folder ``src`` stands in the environment variable below."""
+"""shardkit of another commit: the environment variable below has its folder ``src``."""
 BESIDE_SOURCE = "SHARDKIT_BENCH_BESIDE"
 
 CONTENDERS = (SHARDKIT, FSDP2, DDP, FLOOR)
@@ -67,13 +67,13 @@ class Workload:
     Attributes:
         shape: Sizes of the model and of a rank's batch.
         param_dtype: Compute dtype of mixed precision; None computes as the parameters are stored.
-        stored_dtype: Of the parameters, hence of the optimizer; None: fp32.
-        reduce_dtype: Of gradients on the wire; None: as they are computed.
+        stored_dtype: Dtype of the parameters, hence of the optimizer; None: fp32.
+        reduce_dtype: Dtype of gradients in reductions; None: the dtype in which they are computed.
         compiled: Whether the forward of each layer is compiled by itself.
         reshard_after_forward: Argument of `fully_shard`, of shardkit and FSDP2; None: the default.
         microbatches: Backwards in each step; gradients are synced in the last one.
-        adapter_rank: Of the low-rank adapters that alone are trained, beside each linear layer of
-            the blocks; 0: there are none, and all is trained.
+        adapter_rank: Rank of the adapters beside each linear layer of the blocks, which alone are
+            trained; 0: there are no adapters, and everything is trained.
         recompute: Whether backward runs each block's forward again.
     """
 
@@ -89,10 +89,10 @@ class Workload:
 
 
 class Optimizer(Protocol):
-    """What takes a step."""
+    """An object that takes optimizer steps."""
 
     def step(self) -> object:
-        """Take it."""
+        """Take a step."""
 
 
 @dataclass(frozen=True)
@@ -102,26 +102,26 @@ class Several:
     optimizers: tuple[torch.optim.Optimizer, ...]
 
     def step(self) -> None:
-        """Step all."""
+        """Step all optimizers."""
         for optimizer in self.optimizers:
             optimizer.step()
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A model ready to train, whichever way it is distributed.
+    """A model that is ready to train, however it is distributed.
 
     Attributes:
-        model: Returns its loss.
-        optimizer: Holds what this rank updates.
-        autocast: Opened around every forward.
+        model: The model, which returns its loss.
+        optimizer: The optimizer of the parameters that this rank updates.
+        autocast: A function that makes the context of every forward.
     """
 
     model: nn.Module
     optimizer: Optimizer
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     set_sync: Callable[[bool], object] = lambda _: None
-    """Says before a forward whether its backward syncs gradients."""
+    """Called before a forward: whether its backward syncs gradients."""
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run one forward."""
@@ -148,8 +148,8 @@ def build(name: str, workload: Workload, device: torch.device) -> Trainer:
 
     Args:
         name: One of the names in this module.
-        workload: What it trains.
-        device: Where this rank computes.
+        workload: The workload that the contender trains.
+        device: The device on which this rank computes.
     """
     torch.manual_seed(0)
     with device:
@@ -162,7 +162,7 @@ def build(name: str, workload: Workload, device: torch.device) -> Trainer:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if workload.compiled:
         for block in model.blocks:
-            # Not the module: the hooks of those who shard stay outside of the graph, for all alike.
+            # Not the module: for all contenders the hooks of sharding stay outside the graph.
             block.forward = torch.compile(block.forward, fullgraph=True)
     return _BUILDERS[name](model, workload, device)
 
@@ -176,7 +176,7 @@ def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _shard_by_block(model: Model, shard: Callable[[nn.Module], object]) -> Trainer:
-    """Make each block a group, and the embeddings, last norm and head the root's."""
+    """Make each block a group; the embeddings, last norm and head belong to the root's group."""
     for block in model.blocks:
         shard(block)
     shard(model)
@@ -185,13 +185,13 @@ def _shard_by_block(model: Model, shard: Callable[[nn.Module], object]) -> Train
 
 
 def shardkit_of(name: str) -> Any:
-    """Import shardkit in this rank: this tree's, or for `BESIDE` the one that the option names.
+    """Import shardkit in this rank: from this tree, or for `BESIDE` from the option's folder.
 
     Raises:
-        RuntimeError: Another one stands in the way.
+        RuntimeError: Another shardkit was imported instead.
     """
     if name != BESIDE:
-        # Here, not above: the other contenders can be measured without it.
+        # Imported here: the other contenders can be measured without shardkit.
         return importlib.import_module("shardkit")
     source = os.environ[BESIDE_SOURCE]
     sys.path.insert(0, source)
@@ -235,7 +235,7 @@ def _fsdp2(model: Model, workload: Workload, device: torch.device) -> Trainer:
 
 
 def _split_experts(model: Model, workload: Workload) -> tuple[DeviceMesh, DeviceMesh]:
-    """Split the experts; return the mesh of ranks with the same ones, and that of all."""
+    """Split the experts; return the mesh of ranks with the same experts, and that of all ranks."""
     assert isinstance(workload.shape, ExpertsShape)
     assert isinstance(model, MixtureOfExperts)
     ep = workload.shape.ep
@@ -262,7 +262,7 @@ def _experts_shardkit(model: Model, workload: Workload, device: torch.device) ->
 
 
 def _experts_fsdp2(model: Model, workload: Workload, device: torch.device) -> Trainer:
-    """Shard as torchtitan does: experts by a group of their own, prefetched with their block."""
+    """Shard as torchtitan does: experts are a group of their own, prefetched with their block."""
     del device
     efsdp, world = _split_experts(model, workload)
 
@@ -270,7 +270,7 @@ def _experts_fsdp2(model: Model, workload: Workload, device: torch.device) -> Tr
         if experts := getattr(module, "experts", None):
             fully_shard(experts, mesh=efsdp)
             experts.set_gradient_divide_factor(world.size())
-            experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing.
+            experts.set_force_sum_reduction_for_comms(True)  # gloo does not multiply.
         fully_shard(module, mesh=world)
 
     trainer = _shard_by_block(model, shard)
@@ -284,7 +284,7 @@ def _experts_fsdp2(model: Model, workload: Workload, device: torch.device) -> Tr
 def _muon(
     model: Model, make_muon: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ) -> Trainer:
-    """Have the blocks' matrices stepped by Muon, and the rest by AdamW."""
+    """Let Muon step the blocks' matrices, and AdamW the rest."""
     matrices = [layer.weight for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
     ids = {id(param) for param in matrices}
     rest = [param for param in model.parameters() if id(param) not in ids]
@@ -304,7 +304,7 @@ def _fsdp2_muon(model: Model, workload: Workload, device: torch.device) -> Train
 
 
 def _ddp(model: Model, workload: Workload, device: torch.device) -> Trainer:
-    # Gradients that are views of the buckets spare DDP one copy of them: its best case.
+    # If gradients are views of the buckets, DDP saves one copy of them: its best case.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def set_sync(on: bool) -> None:  # noqa: FBT001 - as `set_requires_gradient_sync`
@@ -319,11 +319,11 @@ def _ddp(model: Model, workload: Workload, device: torch.device) -> Trainer:
 def _floor(
     model: Model, workload: Workload, device: torch.device, *, fused: bool = False
 ) -> Trainer:
-    """Compute as on one device and update 1/N of the state, with nothing communicated.
+    """Compute as on one device and update 1/N of the state, without communication.
 
-    The updates go to copies, by constant gradients, and never reach the model: the cost is that
-    of a perfect sharding, the training is not. It keeps a whole model and whole gradients, so it
-    bounds time, not memory.
+    The updates use constant gradients, go to copies and never reach the model. So the cost is that
+    of perfect sharding, but the model does not learn. It keeps a whole model and whole gradients,
+    so it is a bound of time, not of memory.
     """
     del device
     masters = _first_part(_trained(model.parameters()), dist.get_world_size())
@@ -334,7 +334,7 @@ def _floor(
 
 
 def _first_part(parameters: list[nn.Parameter], parts: int) -> list[nn.Parameter]:
-    """Copy the first 1/``parts`` of all elements, the parameters laid end to end."""
+    """Copy the first 1/``parts`` of all elements, with the parameters laid end to end."""
     left = sum(parameter.numel() for parameter in parameters) // parts
     pieces = []
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""A mixture of experts: attention, then experts, some of them on other ranks."""
+"""A mixture of experts: attention, then experts, some of which are on other ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ class ExpertsShape:
 
     Attributes:
         dim: Width of the residual stream.
-        hidden: Width inside of an expert.
-        num_experts: Experts of each block; a token goes to one.
+        hidden: Width inside an expert.
+        num_experts: Number of experts of each block; a token goes to one of them.
         num_layers: Transformer blocks.
         num_heads: Attention heads; divides ``dim``.
         batch: Sequences per rank and step.
         sequence: Tokens per sequence.
-        ep: Ranks that hold different experts.
+        ep: Number of ranks that hold different experts.
         vocab: Entries of the byte vocabulary.
     """
 
@@ -70,10 +70,10 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Feed-forward layers, stacked; local parts of DTensors are this rank's experts."""
+    """Stacked feed-forward layers; the local parts of DTensors are this rank's experts."""
 
     def __init__(self, shape: ExpertsShape) -> None:
-        """Make all of them."""
+        """Make all experts."""
         super().__init__()
         self.up = nn.Parameter(
             torch.randn(shape.num_experts, shape.dim, shape.hidden) / shape.dim**0.5
@@ -83,7 +83,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Map rows, ordered by expert, to as many of the same width."""
+        """Map rows, ordered by expert, to the same number of rows of the same width."""
         up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
         parts = enumerate(rows.split(counts))
         return torch.cat([gelu(part @ up[i]) @ down[i] for i, part in parts])
@@ -102,7 +102,7 @@ class ExpertsBlock(nn.Module):
         self.ep: dist.ProcessGroup | None = None
 
     def split(self, ep: DeviceMesh) -> None:
-        """Leave on this rank its part of the experts, as DTensors over `ep`."""
+        """Keep this rank's part of the experts, as DTensors over `ep`."""
         self.ep = ep.get_group()
         for name, param in list(self.experts.named_parameters()):
             part = distribute_tensor(param.detach(), ep, [Shard(0)])
@@ -119,7 +119,7 @@ class ExpertsBlock(nn.Module):
         return x + (weights[:, None] * computed[_inverse(order)]).view_as(x)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send rows to the ranks of their experts, and what these make of them back."""
+        """Send rows to the ranks of their experts, and the results back."""
         assert self.ep is not None
         ranks = self.ep.size()
         counts_here = torch.empty_like(counts)  # By sender and expert.

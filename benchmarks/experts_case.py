@@ -1,4 +1,4 @@
-"""The mixture of experts: one group for each block, or one for its experts and one for the rest."""
+"""The mixture of experts: one group for each block, or one for experts and one for the rest."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -8,7 +8,7 @@ from report import Report, Spread, Target
 from rounds import Settings, able, time_interleaved
 
 _RANKS = 4
-_APART = 1e-4  # Sums are taken in another order.
+_APART = 1e-4  # Sums are added in another order.
 _PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")
 
 
@@ -18,7 +18,7 @@ class ExpertsCase:
 
     Attributes:
         summary: The workload in words.
-        workload: What is trained.
+        workload: The model and the batch.
         step_limit: The target for shardkit's step over FSDP2's.
     """
 
@@ -27,7 +27,7 @@ class ExpertsCase:
     step_limit: float
 
     def run(self, settings: Settings) -> Report:
-        """Time both in turns, on four ranks whatever there is elsewhere."""
+        """Time both in turns, always on four ranks."""
         names = able((EXPERTS, FSDP2_EXPERTS))
         found = time_interleaved(names, self.workload, replace(settings, world_size=_RANKS))
         seconds = {

@@ -1,9 +1,9 @@
-"""Compare the steps that `shardkit plan --hardware` foresees with those of ranks.
+"""Compare the step times that `shardkit plan --hardware` predicts with measured ones.
 
 python benchmarks/foreseen.py RANKS [--device cuda] [--folder FOLDER]
 
-It calibrates and measures in turns, for the speed of a machine drifts, then plans; about three
-minutes for 4 ranks. Nothing else should run.
+It calibrates and measures in turns, because the speed of a machine drifts. Then it plans. For 4
+ranks this takes about three minutes. Nothing else should run.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Choice:
 
     Attributes:
         mesh: Size of each axis.
-        blocks: Number of blocks of a group; 0: all is one group.
+        blocks: Number of blocks in a group; 0: the whole model is one group.
         reshard: Whether groups are freed between forward and backward.
         recompute: Whether blocks compute their activations again.
     """
@@ -89,7 +89,7 @@ def _choices(num_ranks: int) -> list[Choice]:
     meshes = [(num_ranks,), *([(num_ranks // 2, 2)] if num_ranks > 2 else [])]  # noqa: PLR2004
     kinds = [(True, False), (True, True), (False, False)]
     found = [Choice(m, b, *kind) for m, b, kind in product(meshes, (1, 2, 0), kinds)]
-    return [c for c in found if c.reshard or c.blocks]  # A root alone is kept all the same.
+    return [c for c in found if c.reshard or c.blocks]  # A root alone is kept in any case.
 
 
 def _model_and_rows(device: str) -> tuple[nn.Module, Tensor]:
@@ -116,7 +116,7 @@ def _loss(output: Tensor) -> Tensor:
 
 
 def _measure(device: str, profile: Path, path: Path) -> None:
-    """Write a profile and the times of steps, as a rank: each round is over all of them."""
+    """Measure as a rank: write a profile and the step times; each round runs all choices."""
     torch.set_num_threads(1)
     calibration = Calibration(device)
     steps = [_step(choice, device) for choice in _choices(int(os.environ["WORLD_SIZE"]))]
@@ -146,7 +146,7 @@ def _await_all(device: str) -> None:
 
 
 def _compare(num_ranks: int, device: str, profile: Path, measured: Path) -> str:
-    """Return a table of what was foreseen and what was measured."""
+    """Return a table of the predicted and the measured times."""
     rounds = json.loads(measured.read_text(encoding="utf-8"))
     real, *halves = (
         [statistics.median(own[part]) for own in rounds]
@@ -182,7 +182,7 @@ def _rank_correlation(one: list[float], other: list[float]) -> float:
 
 
 def main() -> None:
-    """Calibrate, measure and compare; with ``--measure`` be a rank."""
+    """Calibrate, measure and compare; with ``--measure`` act as a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ranks", type=int)
     parser.add_argument("--device", choices=_SHAPES, default="cpu")

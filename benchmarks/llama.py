@@ -15,8 +15,8 @@ class LlamaShape:
 
     Attributes:
         dim: Width of the residual stream.
-        hidden: Width inside of the MLP.
-        num_layers: Transformer blocks, each one group of collectives.
+        hidden: Width inside the MLP.
+        num_layers: Number of transformer blocks; each is one group.
         num_heads: Attention heads; divides ``dim`` into even parts.
         batch: Sequences per rank and step.
         sequence: Tokens per sequence.
@@ -33,7 +33,7 @@ class LlamaShape:
 
     @property
     def block_numel(self) -> int:
-        """Elements of one block's parameters."""
+        """Number of elements in one block's parameters."""
         return 4 * self.dim**2 + 3 * self.dim * self.hidden + 2 * self.dim
 
     def build(self) -> "Llama":
@@ -105,6 +105,6 @@ class Llama(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of ``(..., sequence, head)``, halves apart, by its position's angle."""
+    """Rotate each pair of ``(..., sequence, head)``, one of each half, by its position's angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

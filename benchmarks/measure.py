@@ -1,4 +1,4 @@
-"""What runs inside a rank: one contender in training, timed or with its memory counted."""
+"""The code inside a rank: it trains one contender, and measures its time or its memory."""
 
 import time
 from collections.abc import Callable
@@ -25,17 +25,17 @@ class StepTimes:
 
     @property
     def forward_backward_s(self) -> float:
-        """Everything before the optimizer."""
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.forward_backward_s + self.optimizer_s + self.zero_grad_s
 
 
 class Clock(Protocol):
-    """Takes marks now and tells the seconds between them later."""
+    """A clock that takes marks now and gives the seconds between them later."""
 
     def mark(self) -> None:
         """Take a mark."""
@@ -45,7 +45,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Marks in host time, for devices that compute when they are called."""
+    """A clock of host time, for devices that compute when they are called."""
 
     def __init__(self) -> None:
         """Start without marks."""
@@ -61,7 +61,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Marks on the current stream, so that taking one waits for nothing."""
+    """A clock on the current stream: taking a mark does not wait."""
 
     def __init__(self) -> None:
         """Start without marks."""
@@ -74,7 +74,7 @@ class CudaClock:
         self._marks.append(event)
 
     def intervals_s(self) -> list[float]:
-        """Return the seconds between neighbouring marks, once all have passed."""
+        """Wait for all marks; return the seconds between neighbouring ones."""
         torch.cuda.synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
 
@@ -85,10 +85,10 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class Training:
-    """A trainer and the one batch that this rank feeds it, over and over."""
+    """A trainer, and the one batch that this rank uses in every step."""
 
     def __init__(self, device: torch.device, contender: str, workload: Workload) -> None:
-        """Build the contender and draw the batch, a different one on each rank."""
+        """Build the contender and draw a batch, which differs between ranks."""
         self._trainer: Trainer = build(contender, workload, device)
         self._microbatches = workload.microbatches
         shape = workload.shape
@@ -102,8 +102,8 @@ class Training:
         """Train one step and return its loss, detached.
 
         Args:
-            mark: Called before the forward, backward, optimizer step and clearing of gradients.
-                All but the last backward of several count as forward.
+            mark: A function called before the forward, backward, optimizer step and clearing of
+                gradients. If there are several backwards, all but the last count as forward.
         """
         mark()
         for left in range(self._microbatches - 1, -1, -1):
@@ -121,7 +121,7 @@ class Training:
         return loss.detach()
 
     def pieces(self) -> list[torch.Tensor]:
-        """Return what this rank holds of the parameters, to be written to."""
+        """Return this rank's pieces of the parameters, to be written to."""
         parameters = list(self._trainer.model.parameters())
         return [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in parameters]
 
@@ -136,7 +136,7 @@ class TimedRank:
         self._training = Training(device, contender, workload)
 
     def block(self, num_steps: int) -> StepTimes:
-        """Time steps that follow an untimed one, which warms what other contenders left cold."""
+        """Time steps after an untimed one, which warms caches that other contenders left cold."""
         clock = clock_for(self._device)
         self._training.step()
         self._wait_for_all()
@@ -150,11 +150,11 @@ class TimedRank:
         )
 
     def loss(self) -> float:
-        """Train one more step and return its loss on this rank's batch."""
+        """Train one more step; return its loss on this rank's batch."""
         return self._training.step().item()
 
     def resident_peak(self) -> int:
-        """Return the most bytes this process has been resident with, above the imports."""
+        """Return the peak of this process's resident memory, above the imports."""
         return resident_bytes("VmHWM") - self._resident_before
 
     def _wait_for_all(self) -> None:
@@ -172,15 +172,15 @@ class PeakBytes:
 
 
 class CountedRank:
-    """One contender on one rank, its memory counted from before its model is made."""
+    """One contender on one rank, with its memory counted from before its model is made."""
 
     def __init__(self, device: torch.device, contender: str, workload: Workload) -> None:
-        """Start counting, with nothing built."""
+        """Start counting, before anything is built."""
         self._meter = meter_for(device)
         self._make_training = partial(Training, device, contender, workload)
 
     def peak(self, num_steps: int) -> PeakBytes:
-        """Count construction with two steps, then steps with all state in place."""
+        """Count the construction with two steps, then steps with all state in place."""
         trainings: list[Training] = []
 
         def start() -> None:

@@ -1,19 +1,19 @@
 """High-water marks of memory, exact on CPU and CUDA.
 
-On CUDA the caching allocator keeps the mark itself. On CPU nothing does, and two obvious ways
+On CUDA the caching allocator keeps the mark itself. On the CPU nothing does, and two obvious ways
 are wrong. Following tensors (a dispatch mode with weak references) misses temporaries inside
 operators, and memory that moves between storages (``UntypedStorage._swap_data_ptr_``,
-``resize_``). Adding up the profiler's allocation events misses what gloo's worker threads free:
-only threads with the profiler's thread-local state report, and 40 rounds of collectives of
-12 MiB "left" 240 MiB that had all been freed.
+``resize_``). Adding up the profiler's allocation events misses memory that gloo's worker threads
+free: only threads with the profiler's thread-local state report. After 40 rounds of collectives of
+12 MiB, 240 MiB seemed to be left that had all been freed.
 
-c10's CPU allocator keeps a total of all threads, under a lock, once the flag
-``caffe2_report_cpu_memory_usage`` is set. It is meant for C++ programs and has no Python name, so
-it is set through its symbol. Each allocation event of the profiler then carries the total after
-it, and the greatest of those is the mark. What does not come from this allocator is not counted:
-gloo's staging buffers, oneDNN's scratch memory, Python objects. The resident set has them all.
-Memory that shardkit's ranks share does not come from it either, and is added: a rank's part of what
-is there afterwards, which is the most that has been.
+c10's CPU allocator keeps a total over all threads, under a lock, once the flag
+``caffe2_report_cpu_memory_usage`` is set. The flag is meant for C++ programs and has no Python
+name, so it is set through its symbol. Each allocation event of the profiler then has the total
+after it, and the greatest total is the mark. Memory of other allocators is not counted: gloo's
+staging buffers, oneDNN's scratch memory, Python objects. The resident set includes them all.
+Memory that shardkit's ranks share is not from this allocator either, and is added: a rank's part of
+the memory that is there at the end, which is the most there has been.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 
 
 class Meter(Protocol):
-    """Counts the live bytes of tensors made after the meter."""
+    """A meter of the live bytes of tensors that were made after it."""
 
     def peak_during(self, work: Callable[[], None]) -> int:
         """Run something and return the most bytes that were live at once meanwhile."""
@@ -39,7 +39,7 @@ def meter_for(device: torch.device) -> Meter:
 
 
 class CudaMeter:
-    """Reads the caching allocator's mark: bytes of live blocks, not of reserved segments."""
+    """A meter that reads the caching allocator's mark: bytes of live blocks, not of segments."""
 
     def __init__(self) -> None:
         """Start counting."""
@@ -55,10 +55,10 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """Reads the running total of c10's CPU allocator; see the module's docstring."""
+    """A meter that reads the total of c10's CPU allocator; see the module's docstring."""
 
     def __init__(self) -> None:
-        """Start counting. The flag stays set, and makes allocations slower: time elsewhere."""
+        """Start counting; the flag stays set and slows allocations, so measure time elsewhere."""
         c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # It reports every start and stop.
@@ -72,7 +72,7 @@ class CpuMeter:
 def _peak_total(work: Callable[[], None]) -> int:
     probe = torch.empty(1)
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
-        del probe  # At least one event: it carries the total of what was live before.
+        del probe  # At least one event: it has the total of the bytes that were live before.
         work()
     assert profiler.kineto_results is not None
     events = profiler.kineto_results.experimental_event_tree()
@@ -101,7 +101,7 @@ def resident_bytes(mark: str = "VmRSS") -> int:
     """Read this process's resident set from Linux.
 
     Args:
-        mark: ``"VmRSS"``, what it is now, or ``"VmHWM"``, the most it has been.
+        mark: ``"VmRSS"``, the size now, or ``"VmHWM"``, the peak.
     """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     kibibytes = next(line.split()[1] for line in lines if line.startswith(mark))

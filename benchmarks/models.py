@@ -1,4 +1,4 @@
-"""The model that every benchmark trains: a plain GPT whose sizes are the only knobs."""
+"""The model that most benchmarks train: a plain GPT whose sizes are the only settings."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ class GPTShape:
 
     Attributes:
         dim: Width of the residual stream.
-        num_layers: Transformer blocks, each one group of collectives.
+        num_layers: Number of transformer blocks; each is one group.
         num_heads: Attention heads; divides ``dim``.
         batch: Sequences per rank and step.
         sequence: Tokens per sequence.
@@ -97,7 +97,7 @@ class Adapted(nn.Module):
     """A frozen linear layer and a trained one of low rank beside it."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
-        """Freeze `base`; the product of the new matrices begins with zero."""
+        """Freeze `base`; the product of the new matrices is zero at first."""
         super().__init__()
         self.base = base.requires_grad_(requires_grad=False)
         self.down = nn.Linear(base.in_features, rank, bias=False)

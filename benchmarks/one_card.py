@@ -1,4 +1,4 @@
-"""What runs inside a process that has one card to itself for the length of a turn."""
+"""The code inside a process that has one card to itself during its turn."""
 
 import time
 
@@ -18,16 +18,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class OneCardRank:
-    """One contender, on a card that others use in their turns."""
+    """One contender, on a card that the others use in their turns."""
 
     def __init__(self, device: torch.device, contender: str, workload: Workload) -> None:
-        """Build the contender; its memory counts from before."""
+        """Start the count of memory, then build the contender."""
         self._device = device
         self._meter = meter_for(device)
         self._training = Training(device, contender, workload)
         self._single_group: dist.ProcessGroup | None = None
-        # What a fake group returns is arbitrary, perhaps not even a number, and how fast a card
-        # multiplies depends on that: so there all begin every step with numbers of one kind.
+        # A fake group returns arbitrary values, perhaps NaN, and the speed of a card's products
+        # depends on the values. So with it all contenders begin every step with similar numbers.
         self._is_fake = dist.get_backend() == "fake"
         self._ranges = [_range_of(piece) for piece in self._training.pieces()]
 
@@ -38,7 +38,7 @@ class OneCardRank:
         return losses
 
     def peak(self, num_steps: int) -> int:
-        """Return the most bytes of tensors that live at once in steps that follow the first."""
+        """Return the most bytes of tensors that live at once, in steps after the first ones."""
 
         def train() -> None:
             for _ in range(num_steps):
@@ -79,14 +79,14 @@ class OneCardRank:
         return seconds
 
     def copies(self, numel: int, num_groups: int) -> float:
-        """Return the seconds the host takes for what a fake group costs more for many ranks.
+        """Return the host's additional seconds for a fake group of many ranks instead of one.
 
-        That is two all-gathers and a reduce-scatter for each of `num_groups`, less the same in a
-        group of one.
+        The time is that of two all-gathers and a reduce-scatter for each of `num_groups`, less the
+        time of the same collectives in a group of one rank.
 
         Args:
-            numel: Elements of a group's parameters, in bf16.
-            num_groups: How often.
+            numel: Number of elements of a group's parameters, in bf16.
+            num_groups: Number of groups.
         """
         self._single_group = self._single_group or dist.new_group([0])
         spent = dict.fromkeys((None, self._single_group), 0.0)
@@ -121,7 +121,7 @@ class OneCardRank:
             torch.cuda.synchronize()
 
     def _rest(self) -> None:
-        """Leave the card to the others: keep the memory of what lives, and nothing under way."""
+        """Leave the card to the others: free unused memory, with no work under way."""
         self._synchronize()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What one card can show: a world of one rank, and one rank of a world that is not there."""
+"""Cases for one card: a world of one rank, and one rank of a world that does not exist."""
 
 import logging
 import time
@@ -26,19 +26,19 @@ _PLAIN_LIMIT = 1.02
 _FAKE_STEP_LIMIT = 0.93
 _FAKE_PEAK_LIMIT = 0.9
 _HOST_LIMIT = 0.5
-_TARGET_SIZE = 64  # Ranks of the fake group that the targets of step and peak are about.
+_TARGET_SIZE = 64  # Ranks of the fake group for which step and peak have targets.
 
 _TINY = LlamaShape(dim=32, hidden=88, num_layers=2, num_heads=2, batch=1, sequence=8, vocab=64)
 
 
 @dataclass(frozen=True)
 class OneRankCase:
-    """A world of one rank: what is left to do is what sharding costs.
+    """A world of one rank: the work beyond plain torch is the cost of sharding.
 
     Attributes:
         summary: The workload in words.
-        workload: What is trained.
-        contenders: Who trains it.
+        workload: The model and the batch.
+        contenders: Names of the contenders that train it.
     """
 
     summary: str
@@ -90,9 +90,9 @@ class FakeCase:
 
     Attributes:
         summary: The workloads in words.
-        workload: What is timed and counted on the card.
-        small: Layers that leave the card idle, for the time of the host.
-        sizes: Ranks of the group.
+        workload: The workload whose time and memory are measured on the card.
+        small: The workload for the host's time: small layers, which leave the card idle.
+        sizes: Numbers of ranks of the group.
     """
 
     summary: str
@@ -101,7 +101,7 @@ class FakeCase:
     sizes: Sequence[int]
 
     def run(self, settings: Settings) -> Report:
-        """Measure steps, then the host, at one size after the other."""
+        """Measure steps, then the host's time, for one size after the other."""
         rows: list[Sequence[str]] = []
         notes: list[str] = []
         measured: dict[str, Any] = {}
@@ -196,7 +196,7 @@ class Steps:
         return f"{peak / _MIB:.1f}", f"{peak / self.peaks[FSDP2]:.3f}"
 
     def step_ratio(self, name: str, reference: str) -> str:
-        """Write how a step compares with another contender's, if that takes part."""
+        """Write the ratio of a step to another contender's, if that one takes part."""
         return f"{self.spread(name, reference):.3f}" if reference in self.steps else ABSENT
 
 
@@ -213,7 +213,7 @@ class Host:
         return median(seconds) * 1e6 / self.num_groups
 
     def own(self, name: str) -> list[float]:
-        """Subtract what the layers take by themselves, and what only a fake group's copies do."""
+        """Subtract the time of the plain layers, and that of the fake group's copies."""
         turns = zip(self.issue[name], self.issue[PLAIN], self.copies, strict=True)
         return [whole - layers - copies for whole, layers, copies in turns]
 
@@ -243,7 +243,7 @@ def _verdict(what: str, limit: float, ratio: Spread) -> str:
 
 
 def fake_verdicts(size: int, steps: Steps, host: Host) -> list[str]:
-    """Hold shardkit's figures to the targets that are about this number of ranks."""
+    """Compare shardkit's figures with the targets for this number of ranks."""
     if SHARDKIT not in steps.steps:
         return []
     at = f"at {size} ranks"

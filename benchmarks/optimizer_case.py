@@ -1,4 +1,4 @@
-"""Cases of an optimizer's step alone, against FSDP2's and plain tensors'."""
+"""Cases of the optimizer's step alone, compared with FSDP2's and with plain tensors."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,14 +10,14 @@ from rounds import Settings, Timing, able, time_interleaved
 
 @dataclass(frozen=True)
 class OptimizerCase:
-    """One workload, of which the optimizer's step counts.
+    """One workload; only the optimizer's step counts.
 
     Attributes:
         summary: The workload in words.
-        workload: What is trained.
+        workload: The model and the batch.
         subject: The contender whose step is judged.
-        limits: What its step may take at most, over that of other contenders.
-        others: Contenders that are measured besides.
+        limits: The largest ratios of its step to those of other contenders, by contender.
+        others: Contenders that are measured as well.
     """
 
     summary: str
@@ -27,7 +27,7 @@ class OptimizerCase:
     others: tuple[str, ...] = ()
 
     def run(self, settings: Settings) -> Report:
-        """Time whole steps of the contenders in turns, and report what the optimizer takes."""
+        """Time whole steps of the contenders in turns, and report the time of the optimizer."""
         names = able((*self.others, self.subject, *self.limits))
         timings = time_interleaved(names, self.workload, settings)
         rows = [

@@ -1,4 +1,4 @@
-"""The overhead case: what sharding costs the host for each group, with nothing to communicate."""
+"""The overhead case: the host's cost of sharding for each group, without communication."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -11,18 +11,18 @@ _PHASES = ("forward_s", "backward_s", "optimizer_s")
 
 @dataclass(frozen=True)
 class OverheadCase:
-    """A model too small to compute anything, on one CPU rank.
+    """A model with almost no compute, on one CPU rank.
 
     Attributes:
         summary: The workload in words.
-        workload: What is trained; its blocks and its root are the groups.
+        workload: The model and the batch; the blocks and the root are the groups.
     """
 
     summary: str
     workload: Workload
 
     def run(self, settings: Settings) -> Report:
-        """Time the wrapped models and the plain one in turns, and divide what differs."""
+        """Time the wrapped models and the plain one in turns; report the overhead per group."""
         names = able((SHARDKIT, FSDP2, FLOOR))
         alone = replace(settings, device_type="cpu", world_size=1)
         timings = time_interleaved(names, self.workload, alone)
@@ -38,7 +38,7 @@ class OverheadCase:
         )
 
     def _overhead(self, timings: dict[str, Timing], name: str, phase: str) -> Spread:
-        """Subtract the plain model's time in the same round; spread over the groups."""
+        """Subtract the plain model's time in the same round; divide by the number of groups."""
         num_groups = self.workload.shape.num_layers + 1
         rounds = zip(timings[name].rounds, timings[FLOOR].rounds, strict=True)
         extra_s = (getattr(wrapped, phase) - getattr(plain, phase) for wrapped, plain in rounds)

@@ -1,4 +1,4 @@
-"""A group of rank processes, each holding one object whose methods are called on all ranks."""
+"""A group of rank processes: each holds one object, whose methods are called on all ranks."""
 
 import multiprocessing as mp
 import os
@@ -45,10 +45,10 @@ class Ranks:
             world_size: Processes to start.
             device_type: ``"cpu"`` (gloo, one compute thread each) or ``"cuda"`` (NCCL, one GPU
                 each).
-            factory: Made in each rank; it and ``args`` are pickled by reference.
-            args: For the factory, after the rank's device.
-            fake_size: Of a fake process group, whose collectives move nothing between processes:
-                every process is rank 0 of that many.
+            factory: A callable that makes each rank's object; it and ``args`` are pickled.
+            args: Arguments of the factory, after the rank's device.
+            fake_size: The size of a fake process group, whose collectives move nothing between
+                processes: every process is rank 0 of that many.
 
         Raises:
             RankError: If a rank fails.
@@ -85,7 +85,7 @@ class Ranks:
     def _results(self) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self._connections):
-            # In order of arrival: a rank that fails leaves the others waiting for it.
+            # In order of arrival: if a rank fails, the others wait for it.
             pending = [c for rank, c in enumerate(self._connections) if rank not in results]
             rank = self._connections.index(wait(pending)[0])  # type: ignore[arg-type]
             try:
@@ -177,7 +177,7 @@ def _join(seat: _Seat) -> torch.device:
 
 
 def _join_fake(device_type: str, size: int) -> torch.device:
-    # Here, not above: the import changes torch.distributed.
+    # Imported here: the import changes torch.distributed.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if device_type == "cuda":

@@ -1,8 +1,9 @@
-"""What `shardkit.record` costs: microseconds for each event, and the share of a step.
+"""The cost of `shardkit.record`: microseconds for each event, and the share of a step.
 
 python benchmarks/recording.py [WIDTH DEPTH ROWS] [--rounds N] [--steps N]
 
-Two gloo ranks, or one rank on a card, train with and without it, in turns. Nothing else should run.
+Two gloo ranks, or one rank on a card, train with and without recording, in turns. Nothing else
+should run.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def _train(rank: int, options: argparse.Namespace, folder: str) -> None:
     rows = torch.randn(options.rows, width, device=options.device)
 
     def steps() -> tuple[float, float]:
-        """Return seconds of the processor, and of the clock, of a step."""
+        """Return the seconds of a step: of the processor, and of the clock."""
         dist.barrier()
         began = time.perf_counter(), time.thread_time()
         for _ in range(options.steps):
@@ -57,7 +58,7 @@ def _train(rank: int, options: argparse.Namespace, folder: str) -> None:
     steps()
     extra_us, written_us, walls, shares, num_events = [], [], [], [], 0
     for number in range(options.rounds):
-        # What runs second may be faster: the order changes from round to round.
+        # The second run may be faster, so the order changes from round to round.
         if number % 2:
             without_s, wall_s = steps()
         with record(model, folder) as run:

@@ -1,4 +1,4 @@
-"""Measurements as text: spreads, markdown tables, and the machine they were taken on."""
+"""Measurements as text: spreads, markdown tables, and the machine of the run."""
 
 import platform
 import subprocess
@@ -52,7 +52,7 @@ class Target:
 
     Attributes:
         what: The quantity, a ratio.
-        limit: The most it should be.
+        limit: The largest value that meets the target.
     """
 
     what: str
@@ -73,8 +73,8 @@ class Report:
         columns: Heads of the table.
         rows: Cells, by row.
         notes: Sentences below the table.
-        measured: Every measurement behind the table, ready for JSON.
-        failures: Why the table is not to be trusted; the run fails.
+        measured: All measurements behind the table, ready for JSON.
+        failures: Reasons not to trust the table; with any, the run fails.
     """
 
     title: str

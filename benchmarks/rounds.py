@@ -1,4 +1,4 @@
-"""Contenders taking turns on the same cores, so that their times can be paired."""
+"""Turns of contenders on the same cores, so that their times can be compared in pairs."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ class Settings:
     """How much to measure, and where.
 
     Attributes:
-        num_rounds: Turns that every contender takes.
-        num_steps: Timed steps in a turn.
+        num_rounds: Number of turns of every contender.
+        num_steps: Number of timed steps in a turn.
         device_type: ``"cpu"`` or ``"cuda"``.
-        world_size: Ranks of every contender.
-        state_gb: Bytes of a checkpoint, in 10^9.
-        small: Whether the cases of one card train tiny models, to see that they run.
+        world_size: Number of ranks of every contender.
+        state_gb: Size of a checkpoint, in units of 10^9 bytes.
+        small: Whether the cases of one card train tiny models, only to check that they run.
     """
 
     num_rounds: int
@@ -42,8 +42,8 @@ class Timing:
 
     Attributes:
         rounds: The times of each turn.
-        final_loss: After the last turn, averaged over the ranks.
-        resident_peak: The most bytes that a rank was resident with, above the imports.
+        final_loss: The loss after the last turn, averaged over the ranks.
+        resident_peak: The largest resident memory of a rank in bytes, above the imports.
     """
 
     rounds: list[StepTimes]
@@ -62,14 +62,14 @@ def able(contenders: Sequence[str]) -> list[str]:
 def time_interleaved(
     contenders: Sequence[str], workload: Workload, settings: Settings
 ) -> dict[str, Timing]:
-    """Time all contenders in every round, in an order that turns around from round to round.
+    """Time all contenders in every round; the order is reversed from round to round.
 
-    Each contender lives in rank processes of its own, asleep while others take their turn: none
-    inherits another's heap (its free blocks, its mmap threshold), and whatever slows the machine
-    for a while slows all contenders of a round.
+    Each contender has its own rank processes, which sleep while others take their turn. So none
+    inherits another's heap (its free blocks, its mmap threshold). If the machine is slow for a
+    while, all contenders of a round are slow.
 
     Returns:
-        Timings by contender.
+        The timings, by contender.
     """
     rounds: dict[str, list[StepTimes]] = {name: [] for name in contenders}
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def time_interleaved(
 
 
 def turns(contenders: Sequence[str], num_rounds: int) -> Iterator[str]:
-    """Yield who is next: all in every round, in an order that turns around."""
+    """Yield the next contender: all in every round, in an order that is reversed each time."""
     for number in range(num_rounds):
         yield from contenders if number % 2 == 0 else reversed(contenders)
 
@@ -96,7 +96,7 @@ def turns(contenders: Sequence[str], num_rounds: int) -> Iterator[str]:
 def count_memory(
     contenders: Sequence[str], workload: Workload, settings: Settings
 ) -> dict[str, PeakBytes]:
-    """Count each contender's peak memory in fresh processes, on the rank that has most."""
+    """Count each contender's peak memory in fresh processes, on the rank with the most."""
     peaks = {}
     for name in contenders:
         with Ranks(settings.world_size, settings.device_type, CountedRank, name, workload) as ranks:

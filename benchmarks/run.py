@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 def main() -> None:
     """Run the chosen cases; write tables to standard output, progress to standard error.
 
-    The exit status is 1 if a case failed; those after it run all the same.
+    The exit status is 1 if a case failed; the cases after it run in any case.
     """
     options = _parse(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s")

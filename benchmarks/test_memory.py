@@ -1,4 +1,4 @@
-"""Known allocations against what the meter counts: ``pytest benchmarks/test_memory.py``."""
+"""Known allocations compared with the meter's counts: ``pytest benchmarks/test_memory.py``."""
 
 import threading
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _swapped_and_regrown() -> None:
 
 
 def _held_elsewhere() -> None:
-    """Allocate where the profiler does not look; the next event here must show it."""
+    """Allocate in a thread that the profiler does not see; the next event must show it."""
     held: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: held.append(_bytes(6)))
     thread.start()
@@ -55,12 +55,12 @@ def _held_elsewhere() -> None:
     ],
 )
 def test_peak_is_exact(work: Callable[[], None], num_mib: int) -> None:
-    """Peaks are the bytes asked for, to the byte."""
+    """Peaks are exactly the bytes that were allocated."""
     assert CpuMeter().peak_during(work) == num_mib * MIB
 
 
 def test_bytes_made_between_two_blocks_count() -> None:
-    """A meter counts from where it was made, not only inside of the blocks it runs."""
+    """A meter counts from the moment it is made, not only inside the blocks that it runs."""
     meter = CpuMeter()
     kept = _bytes(2)
     assert meter.peak_during(lambda: None) == kept.nbytes

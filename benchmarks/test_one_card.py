@@ -17,14 +17,14 @@ TINY = Settings(num_rounds=1, num_steps=1, device_type="cpu", world_size=1, smal
 
 
 def test_a_world_of_one_rank_is_measured() -> None:
-    """Both contenders get a row, and train alike."""
+    """Both contenders get a row, and have the same losses."""
     report = CASES["gpu-fp32"].run(TINY)
     assert [row[0] for row in report.rows] == [FSDP2, SHARDKIT]
     assert not report.failures
 
 
 def test_a_fake_group_is_measured() -> None:
-    """Every cell of FSDP2's row is there; shardkit's absence on the CPU is said."""
+    """Every cell of FSDP2's row is there; a note says that shardkit is left out on the CPU."""
     case = CASES["gpu-fake"]
     assert isinstance(case, FakeCase)
     report = replace(case, sizes=(8,)).run(TINY)
@@ -36,7 +36,7 @@ def test_a_fake_group_is_measured() -> None:
 def test_without_a_card_the_cases_are_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command says why and succeeds."""
+    """The command says why the cases are skipped, and succeeds."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["run.py", "gpu"])
     with pytest.raises(SystemExit) as end:
@@ -46,7 +46,7 @@ def test_without_a_card_the_cases_are_skipped(
 
 
 def test_targets_are_judged_from_the_figures() -> None:
-    """Host time once as a whole, 0.6, and once without 100 of the layers and 100 of copies."""
+    """Host time is judged as a whole, 0.6, and without 100 of the layers and 100 of copies."""
     steps = Steps({FSDP2: [1.0, 1.0], SHARDKIT: [0.9, 0.94]}, {FSDP2: 100, SHARDKIT: 91})
     issue = {FSDP2: [1000.0], SHARDKIT: [600.0], PLAIN: [100.0]}
     verdicts = fake_verdicts(64, steps, Host(1, issue, copies=[100.0]))
@@ -59,11 +59,11 @@ def test_targets_are_judged_from_the_figures() -> None:
 
 
 def test_losses_that_differ_are_found() -> None:
-    """Also those that are no numbers."""
+    """Losses that are NaN are found as well."""
     losses = {"a": [2.0, 1.0], "b": [2.01, 1.0], "c": [2.0, 1.1], "d": [float("nan"), 1.0]}
     assert [text.split()[2] for text in disagreements(losses)] == ["c", "d"]
 
 
 def test_a_ratio_of_medians_has_the_range_of_the_rounds() -> None:
-    """One slow round is seen in the range only."""
+    """One slow round shows in the range only."""
     assert Spread.of_medians([1.0, 2.0, 9.0], [2.0, 4.0, 4.0]) == Spread(0.5, 0.5, 2.25)

@@ -1,12 +1,12 @@
-"""The watch over many ranks: what grows with their number, and what must not."""
+"""The watch over many ranks: which costs grow with their number, and which must not."""
 
 import pytest
 
 import watch_scale
 
 FEW, MANY = 64, 512
-REQUESTS = 9  # Of each rank in a round.
-REQUESTS_TO_AGREE = 2  # To one collective.
+REQUESTS = 9  # Requests of each rank in a round.
+REQUESTS_TO_AGREE = 2  # Requests for one collective.
 
 
 def test_a_round_costs_each_rank_the_same() -> None:

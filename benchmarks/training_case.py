@@ -31,10 +31,10 @@ class TrainingCase:
 
     Attributes:
         summary: The workload in words.
-        workload: What is trained.
+        workload: The model and the batch.
         step_limit: The target for shardkit's step over FSDP2's on CPU ranks, if there is one.
-        ddp_limit: The same over DDP's.
-        num_ranks: CPU ranks.
+        ddp_limit: The target for the same step over DDP's.
+        num_ranks: Number of CPU ranks.
     """
 
     summary: str
@@ -49,7 +49,7 @@ class TrainingCase:
         names = able(CONTENDERS)
         found = _Found(
             time_interleaved(names, self.workload, settings),
-            # The floor holds a whole model and whole gradients: its memory bounds nothing.
+            # The floor holds a whole model and whole gradients: its memory is no bound.
             count_memory([name for name in names if name != FLOOR], self.workload, settings),
         )
         return Report(
@@ -112,7 +112,7 @@ class TrainingCase:
 
 @dataclass(frozen=True)
 class _Found:
-    """Everything measured in one case, by contender."""
+    """All measurements of one case, by contender."""
 
     timings: dict[str, Timing]
     peaks: dict[str, PeakBytes]
@@ -138,15 +138,15 @@ class _Found:
         return Spread.of(self._seconds(name, phase)).median * 1e3
 
     def ratio(self, name: str, reference: str, phase: str) -> Spread:
-        """Compare a phase with another contender's, round by round."""
+        """Return the ratios of a phase to another contender's, round by round."""
         return Spread.of_ratios(self._seconds(name, phase), self._seconds(reference, phase))
 
     def peak_ratio(self, name: str) -> float:
-        """Compare steady peak memory with FSDP2's."""
+        """Return the ratio of the steady peak of memory to FSDP2's."""
         return self.peaks[name].steady / self.peaks[FSDP2].steady
 
     def losses(self) -> str:
-        """Show that the contenders train alike."""
+        """Write the losses, which show that the contenders train alike."""
         losses = (
             f"{name} {timing.final_loss:.4f}"
             for name, timing in self.timings.items()

@@ -2,10 +2,10 @@
 
 python benchmarks/watch_scale.py [ranks ...]
 
-The watch's own code runs, for each rank; the store below it is simulated. A request takes a time on
-its way, and the store serves one after the other. Time is counted, not waited for: what is on the
-way one request after the other, and what the store has to do, are added. Both overlap in part, so
-that it takes no longer than that.
+The watch's own code runs for each rank, and only the store is simulated. Each request takes some
+time on its way, and the store serves one request after the other. Time is counted, not waited for:
+the sum of the time on the way, one request after the other, and of the store's work. Both overlap
+in part, so a real run takes no longer than that.
 """
 
 # ruff: noqa: D102 - methods of the simulated store are those of `RunStore`
@@ -24,8 +24,8 @@ from shardkit.backends.watch.runs import RunStore
 from shardkit.backends.watch.status import CodePlace, GroupStatus, RankStatus, WaitStatus
 from shardkit.backends.watch.watchdog import Watchdog
 
-SERVICE_S = 20e-6  # A request in torch's TCPStore, measured: 19 to 24 µs of its thread.
-SERVICE_OF_KEY_S = 1e-6  # More for each further key of the same request.
+SERVICE_S = 20e-6  # One request in torch's TCPStore; measured: 19 to 24 µs of its thread.
+SERVICE_OF_KEY_S = 1e-6  # Additional time for each further key of the same request.
 NUM_LAYERS = 80
 
 
@@ -34,9 +34,9 @@ class Network:
 
     Attributes:
         latency_s: Seconds that a request and its answer are on their way.
-        num_requests: How many came.
-        num_connections: How many are open.
-        num_bytes: Bytes of keys and values that came and went.
+        num_requests: Number of requests so far.
+        num_connections: Number of open connections.
+        num_bytes: Bytes of keys and values that were received and sent.
     """
 
     def __init__(self, latency_s: float) -> None:
@@ -48,7 +48,7 @@ class Network:
         self.busy_s = 0.0
 
     def serve(self, now: float, num_keys: int = 1, nbytes: int = 0) -> float:
-        """Take a request that is sent now; return when its answer is there, if nobody else asks."""
+        """Serve a request that is sent now; return the time of its answer if no other rank asks."""
         self.num_requests += 1
         self.num_bytes += nbytes
         self.busy_s += SERVICE_S + SERVICE_OF_KEY_S * (num_keys - 1)
@@ -56,11 +56,11 @@ class Network:
 
 
 class BlockedError(Exception):
-    """Who waits in the store is taken up later, with its clock."""
+    """A rank waits in the store; it goes on later, with its clock."""
 
 
 class SimulatedStore(RunStore):
-    """Keys of a run over a connection of one rank, which has a clock of its own."""
+    """Keys of a run, over a connection of one rank, which has its own clock."""
 
     def __init__(self, network: Network, clock: list[float]) -> None:
         self.run = "run"
@@ -121,7 +121,7 @@ class SimulatedStore(RunStore):
     def await_keys(
         self, keys: Sequence[str], limit_s: float, is_over: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Count the polls that there would be until the last key is written."""
+        """Count the polls until the last key is written."""
         del is_over
         if not keys:
             return True
@@ -153,7 +153,7 @@ class SimulatedStore(RunStore):
 
 
 def status_of(rank: int, world_size: int) -> RankStatus:
-    """Return the status of a healthy rank in a hybrid mesh: the last one is late."""
+    """Return the status of a healthy rank in a hybrid mesh, where the last rank is late."""
     shard = range(rank - rank % 8, rank - rank % 8 + 8)
     names = {
         "0": range(world_size),
@@ -172,7 +172,7 @@ def status_of(rank: int, world_size: int) -> RankStatus:
 
 
 def ask(world_size: int, latency_s: float) -> dict[str, typing.Any]:
-    """Let one rank ask all others; return what that takes."""
+    """Let one rank ask all others; return the time and the requests."""
     network = Network(latency_s)
     clocks = [[0.0] for _ in range(world_size)]
     ranks = [
@@ -215,7 +215,7 @@ def ask(world_size: int, latency_s: float) -> dict[str, typing.Any]:
 
 
 def first_pass(world_size: int, latency_s: float) -> dict[str, typing.Any]:
-    """Let all ranks agree to each collective of a first step: none of them was foretold."""
+    """Let all ranks agree on each collective of a first step: none of them was predicted."""
     network = Network(latency_s)
     clocks = [[0.0] for _ in range(world_size)]
     ranks = []
@@ -235,7 +235,7 @@ def first_pass(world_size: int, latency_s: float) -> dict[str, typing.Any]:
                 watchdog.count_in(key, world_size, old)
             except BlockedError:
                 continue
-        for clock in clocks:  # All are woken by one key.
+        for clock in clocks:  # One key wakes all ranks.
             clock[0] = max(clock[0], network.written_at[f"{key}/go"] + network.latency_s)
         old = key
     return {

@@ -25,12 +25,12 @@ _MIB = 2**20
 
 
 class Worker:
-    """A contender in a process of its own, with its own copy of XLA and folder of dumps.
+    """A contender in its own process, with its own copy of XLA and folder of dumps.
 
     Args:
         name: A function of `xla_worker`.
-        num_devices: Of the CPU, virtual.
-        shape: Of the model.
+        num_devices: Number of virtual devices of the CPU.
+        shape: Sizes of the model.
     """
 
     def __init__(self, name: str, num_devices: int, shape: GPTShape) -> None:
@@ -62,7 +62,7 @@ class Worker:
             self._connection = listener.accept()
 
     def __enter__(self) -> Self:
-        """Use it as a context."""
+        """Return the worker itself."""
         return self
 
     def __exit__(
@@ -80,7 +80,7 @@ class Worker:
         self._folder.cleanup()
 
     def steps(self, num: int) -> list[float]:
-        """Take steps; return their seconds."""
+        """Take steps; return the seconds of each."""
         seconds: list[float] = self._ask(num)
         return seconds
 
@@ -109,9 +109,9 @@ class XlaCase:
 
     Attributes:
         summary: The case in words.
-        contenders: Functions of `xla_worker`, by the names shown; the first is shardkit's.
-        num_devices: Virtual devices of the CPU.
-        shape: Of the model.
+        contenders: Functions of `xla_worker`, by the names in the table; the first is shardkit's.
+        num_devices: Number of virtual devices of the CPU.
+        shape: Sizes of the model.
     """
 
     summary: str
@@ -120,7 +120,7 @@ class XlaCase:
     shape: GPTShape
 
     def run(self, settings: Settings) -> Report:
-        """Measure; an empty table without torch_xla."""
+        """Measure; without torch_xla the table is empty."""
         columns = ("contender", "collectives", "MiB moved", "temp MiB", "step ms", "of shardkit's")
         if find_spec("torch_xla") is None:
             return Report(self.summary, columns, (), ("skipped: torch_xla is not installed",))

@@ -1,4 +1,4 @@
-"""What a compiled XLA program moves and needs, read from what ``--xla_dump_to`` leaves."""
+"""Traffic and memory of a compiled XLA program, read from the dumps of ``--xla_dump_to``."""
 
 import math
 import re
@@ -13,12 +13,12 @@ _TEMP = re.compile(r"size (\d+), preallocated-temp")
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program, on one of its devices.
+    """One compiled program, as one of its devices runs it.
 
     Attributes:
-        counts: Collectives, by opcode.
-        bytes_moved: That a device sends in them, by rings.
-        temp_bytes: Memory besides arguments and results.
+        counts: Numbers of collectives, by opcode.
+        bytes_moved: Bytes that a device sends in collectives, by rings.
+        temp_bytes: Bytes of memory apart from arguments and results.
     """
 
     counts: dict[str, int]
@@ -27,18 +27,18 @@ class Program:
 
     @property
     def num_collectives(self) -> int:
-        """All of them."""
+        """Number of all collectives."""
         return sum(self.counts.values())
 
 
 def last_program(folder: Path, num_devices: int) -> Program:
     """Return the program that was compiled last, of those that communicate.
 
-    After the first steps nothing is compiled, so this one is every later step.
+    After the first steps nothing is compiled, so this is the program of every later step.
 
     Args:
-        folder: Of the dumps.
-        num_devices: That take part in every collective.
+        folder: The folder of the dumps.
+        num_devices: Number of devices that take part in every collective.
     """
     files = sorted(folder.glob("*cpu_after_optimizations.txt"), key=lambda path: path.name)
     texts = [(path, path.read_text(encoding="utf-8")) for path in files]

@@ -1,6 +1,6 @@
-"""One contender on XLA, in a process of its own: takes steps when it is told to.
+"""One contender on XLA, in its own process: it takes steps on request.
 
-Arguments: contender, where to connect to (`xla_case.Worker`), and sizes of the model as JSON.
+Arguments: contender, address to connect to (`xla_case.Worker`), and sizes of the model as JSON.
 """
 
 import json
@@ -28,11 +28,11 @@ class Contender:
     """A model with its optimizer and batch.
 
     Args:
-        make: Shards a model; returns it, and where its batches are.
-        shape: Of the model.
-        num_ranks: As many batches does the model get at once.
-        rank: Of the first of them.
-        sync: Runs what was traced.
+        make: A function that shards a model and returns it.
+        shape: Sizes of the model.
+        num_ranks: Number of ranks whose batches the model gets at once.
+        rank: The first of these ranks.
+        sync: A function that runs the traced graph.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Contender:
         self.loss = float("nan")
 
     def step(self) -> float:
-        """Take a step; return seconds until all devices are done."""
+        """Take a step; return the seconds until all devices are done."""
         for part in self._batch:
             self.mark(part)
         begin = time.perf_counter()
@@ -103,7 +103,7 @@ def spmd_torch_xla(shape: GPTShape) -> Contender:
     mesh = xs.Mesh(list(range(num)), (num,), ("fsdp",))
 
     def shard_output(output: Any, mesh: xs.Mesh) -> None:
-        if output.ndim:  # The loss has no dim to be split.
+        if output.ndim:  # The loss has no dim that could be split.
             xs.mark_sharding(output, mesh, ("fsdp", *(None for _ in output.shape[1:])))
 
     def make(model: GPT) -> nn.Module:
@@ -132,7 +132,7 @@ def replica_shardkit(shape: GPTShape) -> Contender:
 def _xla_fsdp(shape: GPTShape, *, flatten_parameters: bool) -> Contender:
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
-    # Pinned layouts would make it gather by all-reduce, which moves twice as much.
+    # With pinned layouts it would gather by all-reduce, which moves twice as much.
     options = {"pin_layout_in_collective_ops": False, "flatten_parameters": flatten_parameters}
 
     def make(model: GPT) -> nn.Module:
@@ -161,8 +161,8 @@ _told: threading.Barrier | None = None
 
 
 def _serve(name: str, address: str, shape: GPTShape, *, is_first: bool) -> None:
-    """Take steps when told: numbers of steps come, lists of seconds go; None asks for the loss."""
-    global _command  # noqa: PLW0603 - what the first thread tells the others
+    """Take steps on request: receive a number of steps, send seconds; None asks for the loss."""
+    global _command  # noqa: PLW0603 - the first thread's command to the others
     contender: Contender = globals()[name](shape)
     with Client(address) if is_first else threading.Lock() as connection:
         while True:
@@ -191,7 +191,7 @@ def _serve_replica(index: int, name: str, address: str, shape: GPTShape) -> None
 
 
 def main(name: str, address: str, sizes: str) -> None:
-    """Serve until told to end."""
+    """Serve until the end is requested."""
     shape = GPTShape(**json.loads(sizes))
     if name.startswith("replica"):
         torch_xla.launch(_serve_replica, args=(name, address, shape))

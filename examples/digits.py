@@ -1,17 +1,17 @@
 """Train a classifier of handwritten digits (scikit-learn's), sharded over all ranks.
 
 Activations are computed again in backward rather than kept. Halfway the run saves a checkpoint and
-goes on as a new run would: with a fresh model that loads it. In the end the last checkpoint becomes
-one file, which a plain model on the CPU loads and is tested with.
+goes on like a new run: with a fresh model that loads the checkpoint. At the end the last checkpoint
+becomes one file, which a plain model on the CPU loads for the test.
 
-One loop for CPU processes, GPUs and XLA devices:
+The same loop runs on CPU processes, GPUs and XLA devices:
 
     torchrun --standalone --nproc-per-node 2 examples/digits.py
     torchrun --standalone --nproc-per-node gpu examples/digits.py --device cuda
     python examples/digits.py --device xla
 
 On XLA one process computes for all devices, so it passes whole batches; elsewhere each process
-passes its share. Needs scikit-learn. The exit status is 1 where too few digits are recognized.
+passes its share. Needs scikit-learn. The exit status is 1 if too few digits are recognized.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 from shardkit import DeviceMesh, checkpoint, checkpoint_module, fully_shard, init_device_mesh
 
-BATCH = 64  # Over all ranks, in equal shares.
+BATCH = 64  # Samples over all ranks, in equal shares.
 WIDTH = 128
-ENOUGH = 0.97  # Of the digits held out.
+ENOUGH = 0.97  # Share of the held-out digits.
 
 
 class Block(nn.Module):
-    """Two layers, added to their input."""
+    """Two layers, whose output is added to their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Classifier(nn.Module):
 
 
 def start(device_type: str) -> tuple[int, int]:
-    """Return this process's position among the processes, and how many there are."""
+    """Return this process's position, and the number of processes."""
     if device_type == "xla":
         return 0, 1
     if device_type == "cuda":
@@ -86,9 +86,9 @@ class Run:
     """A sharded model, its optimizer and its learning rates.
 
     Args:
-        mesh: Made before a device is used.
-        device: Of the model.
-        epochs: To train.
+        mesh: The mesh, made before a device is used.
+        device: The device of the model.
+        epochs: Number of epochs to train.
     """
 
     def __init__(self, mesh: DeviceMesh, device: str, epochs: int) -> None:
@@ -101,12 +101,12 @@ class Run:
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, epochs)
 
     def save(self, path: Path) -> None:
-        """Save what this rank has; a checkpoint of an earlier run is replaced."""
+        """Save this rank's part, in place of a checkpoint of an earlier run."""
         state = (self.model, self.optimizer)
         checkpoint.save(path, *state, scheduler=self.scheduler, overwrite=True)
 
     def load(self, path: Path) -> None:
-        """Go on as the run that saved it."""
+        """Load the checkpoint, and go on like the run that saved it."""
         checkpoint.load(path, self.model, self.optimizer, scheduler=self.scheduler)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Run:
 
 
 def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images and digits to train on, and every fifth of them to test on."""
+    """Return images and digits for training, and every fifth of them for testing."""
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16 - 0.5
     y = torch.tensor(digits.target)
@@ -133,22 +133,22 @@ def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def accuracy(path: Path, x: Tensor, y: Tensor) -> float:
-    """Return how many of the digits a plain model recognizes, with weights from a file."""
+    """Return the share of the digits that a plain model recognizes, with weights from a file."""
     model = Classifier().eval()
     model.load_state_dict(torch.load(path))
     return (model(x).argmax(1) == y).float().mean().item()
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train, save, go on, test; return the exit status."""
+    """Train, save, load, go on and test; return the exit status."""
     rank, num_processes = start(options.device)
     mesh = make_mesh(options.device, num_processes)  # On XLA before a device is used.
     torch.manual_seed(0)
     run = Run(mesh, options.device, options.epochs)
     x, y, x_test, y_test = read_digits()
-    order = torch.Generator().manual_seed(1)  # The same on all ranks.
+    order = torch.Generator().manual_seed(1)  # The same order on all ranks.
     for epoch in range(options.epochs):
-        if epoch == options.epochs // 2:  # As if the run had been stopped here.
+        if epoch == options.epochs // 2:  # As if the run had stopped here.
             run.save(options.folder / "half")
             run = Run(mesh, options.device, options.epochs)
             run.load(options.folder / "half")

@@ -1,15 +1,15 @@
-"""Three sharded models in one script: a teacher, a student, and the student's average over time.
+"""Three sharded models in one script: a teacher, a student, and the student's average (EMA).
 
 Use it as a pattern for distillation, for EMA weights, and for reference models in reinforcement
-learning. Each model is a root of its own. A model that is not trained takes 1/N of its parameters
-on each rank, and nothing for gradients or optimizer state.
+learning. Each model is its own root. A model that is not trained takes 1/N of its parameters on
+each rank, and no memory for gradients or optimizer state.
 
     torchrun --standalone --nproc-per-node 2 examples/distill.py
     torchrun --standalone --nproc-per-node gpu examples/distill.py --device cuda
 
-The teacher learns scikit-learn's handwritten digits. The student, of a fifth of its size, sees
-no label: it learns what the teacher answers. The exit status is 1 where the student's average
-recognizes too few of the digits held out, or where the teacher changed. Needs scikit-learn.
+The teacher learns scikit-learn's handwritten digits. The student, a fifth of its size, sees no
+label: it learns the teacher's answers. The exit status is 1 if the student's average recognizes
+too few of the held-out digits, or if the teacher changed. Needs scikit-learn.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from shardkit import DeviceMesh, fully_shard, init_device_mesh
 
-BATCH = 64  # Over all ranks, in equal shares.
+BATCH = 64  # Samples over all ranks, in equal shares.
 TEMPERATURE = 4.0
-DECAY = 0.95  # Of the average, each step.
-ENOUGH = 0.96  # Of the digits held out.
+DECAY = 0.95  # Weight of the old average in each step.
+ENOUGH = 0.96  # Share of the held-out digits.
 
 
 def make_model(width: int, mesh: DeviceMesh, device: str) -> nn.Sequential:
@@ -46,7 +46,7 @@ def make_model(width: int, mesh: DeviceMesh, device: str) -> nn.Sequential:
 
 
 def read_digits(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images and digits to train on, and every fifth of them to test on."""
+    """Return images and digits for training, and every fifth of them for testing."""
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32, device=device) / 16 - 0.5
     y = torch.tensor(digits.target, device=device)
@@ -55,8 +55,8 @@ def read_digits(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def my_batches(num_samples: int, epochs: int) -> list[Tensor]:
-    """Return the rows of this rank in each step; all steps have the same number of them."""
-    order = torch.Generator().manual_seed(1)  # The same on all ranks.
+    """Return the rows of this rank in each step; all steps have the same number of rows."""
+    order = torch.Generator().manual_seed(1)  # The same order on all ranks.
     return [
         rows.chunk(dist.get_world_size())[dist.get_rank()]
         for _ in range(epochs)
@@ -66,7 +66,7 @@ def my_batches(num_samples: int, epochs: int) -> list[Tensor]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return the part recognized; all ranks must call it, for a forward gathers."""
+    """Return the share that is recognized; all ranks must call it, because a forward gathers."""
     return (model(x).argmax(1) == y).float().mean().item()
 
 
@@ -101,7 +101,7 @@ def number_of(model: nn.Module) -> int:
 
 
 def run(options: argparse.Namespace) -> tuple[float, bool]:
-    """Return the accuracy of the student's average, and whether the teacher stayed as it was."""
+    """Return the accuracy of the student's average, and whether the teacher is unchanged."""
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     torch.manual_seed(0)  # All ranks make the same models.
     teacher, student = (make_model(width, mesh, options.device) for width in (256, 96))

@@ -1,13 +1,13 @@
 """A mixture of experts: each rank holds some experts, and tokens travel to them and back.
 
-Use it where most parameters are experts. Experts are split over the axis `ep`, and sharded over the
-ranks that hold the same ones; everything else is sharded over all ranks. One call does both.
+Use it if most parameters are experts. Experts are split over the axis `ep`, and sharded over the
+ranks that hold the same experts. Everything else is sharded over all ranks. One call does both.
 
     torchrun --standalone --nproc-per-node 4 examples/experts.py
     torchrun --standalone --nproc-per-node 4 examples/experts.py --ep 4
 
-Each rank also trains a plain model with the data of all. The exit status is 1 where losses, norms
-or trained parameters differ by more than rounding.
+Each rank also trains a plain model with the data of all ranks. The exit status is 1 if losses,
+norms or trained parameters differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from shardkit import auto_shard
 
 WIDTH, HIDDEN, EXPERTS, DEPTH, TOKENS = 32, 64, 8, 2, 128
-ROUNDING = 1e-9  # In fp64; sums are taken in another order.
+ROUNDING = 1e-9  # In fp64; sums are added in another order.
 
 
 class SendRows(torch.autograd.Function):
-    """Send rows to the ranks of a group; backward sends their gradients the way back."""
+    """Send rows to the ranks of a group; backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -56,7 +56,7 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Feed-forward layers, stacked; the DTensors' local parts are this rank's experts."""
+    """Stacked feed-forward layers; the DTensors' local parts are this rank's experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
-        parts = enumerate(rows.split(counts))  # Of an expert without a token: no row.
+        parts = enumerate(rows.split(counts))  # An expert without a token has no row.
         return torch.cat([F.gelu(part @ up[i]) @ down[i] for i, part in parts])
 
 
@@ -119,7 +119,7 @@ def shard(model: nn.Sequential, mesh: DeviceMesh) -> None:
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Learn each feature's square, one place on; return losses and norms of gradients."""
+    """Learn the squares of features, shifted by one; return losses and gradient norms."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses, norms = [], []
     for batch in batches:
@@ -133,16 +133,16 @@ def train(model: nn.Module, batches: list[Tensor]) -> tuple[list[Tensor], list[T
 
 
 def differences(options: argparse.Namespace) -> float:
-    """Train both ways; return how far losses, norms and parameters are apart."""
+    """Train both ways; return the largest difference of losses, norms and parameters."""
     ranks, device = dist.get_world_size(), options.device
     shape = (ranks // options.ep, options.ep)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("fsdp", "ep"))
-    torch.manual_seed(0)  # All ranks make the same model, before it is split.
+    torch.manual_seed(0)  # All ranks make the same model before it is split.
     plain = make_model().double().to(device)
     model = copy.deepcopy(plain)
     shard(model, mesh)
 
-    # On each rank tokens of another kind, which choose other experts.
+    # Each rank has tokens of another kind, which choose other experts.
     shifts = torch.linspace(-1, 1, ranks, dtype=torch.float64)[:, None, None]
     drawn = torch.randn(options.steps, ranks, TOKENS, WIDTH, dtype=torch.float64)
     batches = (drawn + shifts).to(device)
@@ -183,7 +183,7 @@ def main() -> None:
     if rank != 0:  # All ranks have the same figures.
         return
     found = f"losses, norms and parameters within {apart:.1e}"
-    if not apart <= ROUNDING:  # Also where it is NaN.
+    if not apart <= ROUNDING:  # True also for NaN.
         sys.exit(f"{found} of one process', where {ROUNDING:.0e} is rounding")
     print(f"CHECKED: {found} of one process'")
 

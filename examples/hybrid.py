@@ -1,16 +1,16 @@
 """Hybrid sharding: copies of the model, each sharded over some of the ranks.
 
-Use it where a gather over all ranks is slow, for example between hosts. Gathers and
-reduce-scatters stay within a copy. Between copies goes an all-reduce of 1/N of the gradients, once
-a step: `set_requires_all_reduce` leaves it out in all micro-batches but the last.
+Use it if a gather over all ranks is slow, for example between hosts. Gathers and reduce-scatters
+stay within a copy. Between copies there is an all-reduce of 1/N of the gradients, once in a step:
+`set_requires_all_reduce` leaves it out in all micro-batches except the last.
 
 Two copies on two ranks each:
 
     torchrun --standalone --nproc-per-node 4 examples/hybrid.py
     torchrun --standalone --nproc-per-node gpu examples/hybrid.py --device cuda
 
-Each rank also trains a plain model with the data of all ranks. The exit status is 1 where the
-losses differ by more than rounding, or where the copies are not equal bit by bit.
+Each rank also trains a plain model with the data of all ranks. The exit status is 1 if the losses
+differ by more than rounding, or if the copies are not equal bit by bit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def train_plain(options: argparse.Namespace) -> Tensor:
-    """Train without sharding; return the mean loss over the data of all ranks, of each step."""
+    """Train without sharding; return the mean loss over the data of all ranks, for each step."""
     model = make_model(options.device)
     optimizer = make_optimizer(model)
     losses = []
@@ -134,7 +134,7 @@ def main() -> None:
         return
     print(f"loss {sharded[0]:.4f} -> {sharded[-1]:.4f}, of plain training {plain[-1]:.4f}")
     apart = (sharded / plain - 1).abs().max().item()
-    if not apart <= ROUNDING:  # Also where it is NaN.
+    if not apart <= ROUNDING:  # True also for NaN.
         sys.exit(f"losses differ by {apart:.1e} of plain training's, more than {ROUNDING:.0e}")
     print(f"CHECKED: losses within {apart:.1e} of plain training, copies equal bit by bit")
 

@@ -1,15 +1,15 @@
 """Fine-tune a model of transformers by LoRA adapters of peft, then generate and export.
 
-Use it where the base model is too large for one device, and only adapters are to be trained. The
-frozen base (bf16) is sharded as the adapters (fp32) are: each dtype travels as it is. Gradients and
-optimizer state exist for the adapters only.
+Use it if the base model is too large for one device, and only adapters are trained. The frozen base
+(bf16) is sharded like the adapters (fp32): each dtype travels as it is. Gradients and optimizer
+state exist for the adapters only.
 
     torchrun --standalone --nproc-per-node 2 examples/lora.py
     torchrun --standalone --nproc-per-node gpu examples/lora.py --device cuda
 
 Nothing is downloaded: the base has random weights, and learns a text by heart. With a real model,
-load it as docs/howto/transformers.md does. The exit status is 1 where the loss stays too high, or
-where the exported directories, read without shardkit, generate other tokens than the sharded model.
+load it as docs/howto/transformers.md does. The exit status is 1 if the loss stays too high, or if
+the exported directories, read without shardkit, generate other tokens than the sharded model.
 Needs the extra `models`.
 """
 
@@ -52,7 +52,7 @@ def make_base() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.1,  # The frozen output layer must be able to prefer a byte.
+        initializer_range=0.1,  # The frozen output layer must be able to prefer one byte.
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -61,7 +61,7 @@ def make_base() -> LlamaForCausalLM:
 
 
 def shard(model: PeftModel, mesh: DeviceMesh) -> None:
-    """Shard each layer, its adapters with it; then what is left. The adapters must be there."""
+    """Shard each layer with its adapters, which must be there already, and then the rest."""
     for layer in model.get_base_model().model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -69,10 +69,10 @@ def shard(model: PeftModel, mesh: DeviceMesh) -> None:
 
 
 def train(model: PeftModel, options: argparse.Namespace) -> float:
-    """Return the loss of the last step, in nats per byte."""
+    """Train the adapters; return the loss of the last step, in nats per byte."""
     adapters = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=3e-3)
-    # The same on all ranks, for there is one text. With more data each rank has its own.
+    # All ranks have the same one text. With more data, each rank has its own.
     tokens = torch.tensor([list(TEXT)], device=options.device)
     for step in range(options.steps):
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -87,7 +87,7 @@ def train(model: PeftModel, options: argparse.Namespace) -> float:
 
 @torch.no_grad()
 def write(model: nn.Module, device: str) -> bytes:
-    """Continue the prompt, always by the most probable byte. On all ranks, if it is sharded."""
+    """Continue the prompt by the most probable bytes; all ranks call it for a sharded model."""
     prompt = torch.tensor([list(PROMPT)], device=device)
     tokens = model.eval().generate(
         input_ids=prompt,
@@ -99,7 +99,7 @@ def write(model: nn.Module, device: str) -> bytes:
 
 
 def export_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the adapters as `PeftModel.from_pretrained` reads them; they are small."""
+    """Write the adapters, which are small, as `PeftModel.from_pretrained` reads them."""
     state = model.state_dict()
     whole = {name: state[name].full_tensor() for name in state if "lora_" in name}  # On all ranks.
     if dist.get_rank() == 0:
@@ -108,9 +108,9 @@ def export_adapter(model: PeftModel, folder: Path) -> None:
 
 @torch.no_grad()
 def export_merged(model: PeftModel, folder: Path) -> None:
-    """Add the adapters to the base, and write it as `from_pretrained` reads it.
+    """Add the adapters to the base, and write the base as `from_pretrained` reads it.
 
-    A rank holds one whole matrix at a time, with the products that are added to it. `save_full`
+    A rank holds one whole matrix at a time, and the product that is added to it. `save_full`
     sends the first rank 16 MiB at a time.
     """
     for module in model.modules():
@@ -120,14 +120,14 @@ def export_merged(model: PeftModel, folder: Path) -> None:
             weight = module.get_base_layer().weight
             # Each rank takes its piece of the sum.
             weight.copy_(weight.full_tensor() + module.scaling["default"] * up @ down)
-    base = model.unload()  # Its own layers again, in place of peft's.
+    base = model.unload()  # The base has its own layers again, in place of peft's.
     checkpoint.save_full(folder / "model.safetensors", base, format="safetensors")
     if dist.get_rank() == 0:
         base.config.save_pretrained(folder)
 
 
 def run(options: argparse.Namespace) -> tuple[float, bytes]:
-    """Train, generate and export; return the last loss and what was generated."""
+    """Train, generate and export; return the last loss and the generated bytes."""
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(make_base(), config).to(options.device)
@@ -159,11 +159,11 @@ def main() -> None:
     if rank != 0:
         return
 
-    # As anybody reads them, without shardkit.
+    # Read without shardkit.
     adapted = PeftModel.from_pretrained(make_base(), options.folder / "adapter")
     merged = LlamaForCausalLM.from_pretrained(options.folder / "merged", dtype=torch.bfloat16)
     print(text.decode(errors="replace"))
-    if not loss <= ENOUGH:  # Also where it is NaN.
+    if not loss <= ENOUGH:  # True also for NaN.
         sys.exit(f"the loss is {loss:.3f}, more than {ENOUGH}")
     for name, model in (("adapter", adapted), ("merged model", merged)):
         found = write(model.to(options.device), options.device)

@@ -1,15 +1,15 @@
 """Muon for the matrices and AdamW for the rest, in one training loop of a sharded model.
 
 Use it as a pattern for optimizers that need whole matrices: Muon, Adafactor, Shampoo, SOAP. Each
-matrix belongs to one rank, which alone orthogonalizes its update. Embeddings, the head, biases and
-norms are AdamW's, as Muon's authors advise.
+matrix belongs to one rank, and only this rank orthogonalizes its update. AdamW trains embeddings,
+the head, biases and norms, as Muon's authors advise.
 
     torchrun --standalone --nproc-per-node 2 examples/muon.py
     torchrun --standalone --nproc-per-node gpu examples/muon.py --device cuda
 
 A small transformer learns a text by heart. After an eighth of the steps both optimizers are saved,
-and go on in a new run. Rank 0 trains a plain copy on all data as well. The exit status is 1 where a
-loss of the first quarter differs from the plain one, or where the text was not learned.
+and go on in a new run. Rank 0 also trains a plain copy on all data. The exit status is 1 if a loss
+of the first quarter differs from the plain one, or if the text was not learned.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ TEXT = (
     b"than dense. Readability counts. Special cases aren't special enough to break the rules. "
 )
 SEQUENCE = 32
-BATCH = 24  # Over all ranks, in equal shares.
+BATCH = 24  # Samples over all ranks, in equal shares.
 ENOUGH = 0.3  # Nats for each byte.
-# Relative, in the first quarter. Newton-Schulz in bf16 makes other updates of gradients that differ
-# by rounding, and each step makes more of it: late losses are close, and not equal.
+# Relative, in the first quarter. If gradients differ by rounding, Newton-Schulz in bf16 makes other
+# updates, and each step increases the difference: late losses are close, and not equal.
 TOLERANCE = 1e-3
 
 
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
 
 
 def make_optimizers(model: Transformer, *, is_sharded: bool) -> list[torch.optim.Optimizer]:
-    """Return Muon of the blocks' matrices, and AdamW of all else."""
+    """Return Muon for the blocks' matrices, and AdamW for all other parameters."""
     matrices = [layer.weight for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
     ids = {id(param) for param in matrices}
     rest = [param for param in model.parameters() if id(param) not in ids]
@@ -93,7 +93,7 @@ def make_optimizers(model: Transformer, *, is_sharded: bool) -> list[torch.optim
 
 
 def batch_of(step: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return pieces of the text, and each one's next bytes: those of all ranks."""
+    """Return pieces of the text and their next bytes, for all ranks together."""
     text = torch.tensor(list(TEXT))
     starts = torch.randint(
         len(text) - SEQUENCE, (BATCH,), generator=torch.Generator().manual_seed(step)
@@ -123,7 +123,7 @@ def shard(model: Transformer, device: str) -> Transformer:
 
 
 def train_sharded(model: Transformer, options: argparse.Namespace, folder: str) -> list[float]:
-    """Return the losses of all ranks' batches; most of them by a new run that loads the first."""
+    """Return the losses of all ranks' batches; most are from a new run that loads the first."""
     again = copy.deepcopy(model)
     model = shard(model, options.device)
     optimizers = make_optimizers(model, is_sharded=True)

@@ -1,17 +1,17 @@
 """A pipeline of stages by torch's own schedules, each stage sharded over its ranks.
 
-Use it where a model has more layers than data parallelism alone can hold, and the link between
-groups of ranks is slow: only activations cross it. The batch of a rank is cut into micro-batches,
-so that all stages work at once.
+Use it if a model has more layers than data parallelism alone can hold, and the link between groups
+of ranks is slow: only activations cross it. The batch of a rank is cut into micro-batches, so that
+all stages work at once.
 
-Two stages on two ranks each. The other schedules give each rank two smaller stages; `zero-bubble`,
-`zbv` and `dual-pipe-v` compute the gradients of weights where a rank would wait:
+There are two stages on two ranks each. Other schedules give each rank two smaller stages.
+`zero-bubble`, `zbv` and `dual-pipe-v` compute the gradients of weights when a rank would wait:
 
     torchrun --standalone --nproc-per-node 4 examples/pipeline.py
     torchrun --standalone --nproc-per-node 4 examples/pipeline.py --schedule zbv
     torchrun --standalone --nproc-per-node gpu examples/pipeline.py --device cuda
 
-Each rank also trains the plain model with all data. The exit status is 1 where losses or trained
+Each rank also trains the plain model with all data. The exit status is 1 if losses or trained
 parameters differ by more than rounding.
 """
 
@@ -47,9 +47,9 @@ SCHEDULES = {  # With the number of stages. Two ranks form a pipeline.
     "zbv": (ScheduleZBVZeroBubble, 4),
     "dual-pipe-v": (ScheduleDualPipeV, 4),
 }
-V_SHAPED = ("zbv", "dual-pipe-v")  # The first rank has the first stage and the last one.
-# Gradients are added in another order. One fp32 rounding is 6e-8; this bounds all of a training,
-# as a part of a loss, or of the largest element of a parameter.
+V_SHAPED = ("zbv", "dual-pipe-v")  # The first rank has the first and the last stage.
+# Gradients are added in another order. One fp32 rounding is 6e-8; this is the bound for a whole
+# training, relative to a loss, or to the largest element of a parameter.
 ROUNDING = 1e-4
 
 
@@ -114,7 +114,7 @@ def train_plain(model: nn.Module, num_pipelines: int, options: argparse.Namespac
 
 
 def differences(options: argparse.Namespace) -> tuple[float, float]:
-    """Train both ways; return how far losses and parameters are apart, as parts of their size."""
+    """Train both ways; return the largest relative differences of losses and of parameters."""
     num_pipelines = dist.get_world_size() // 2
     mesh = init_device_mesh(options.device, (2, num_pipelines), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(0)  # All ranks make the same model.
@@ -129,8 +129,8 @@ def differences(options: argparse.Namespace) -> tuple[float, float]:
     total = torch.zeros(options.steps, device=options.device)
     for step in range(options.steps):
         x, y = batch_of(step, mesh.get_local_rank("dp"), options.device)
-        inputs = [x] if mesh.get_local_rank("pp") == 0 else []  # The first stage takes them.
-        losses: list[Tensor] = []  # The last stage gets them, one of each micro-batch.
+        inputs = [x] if mesh.get_local_rank("pp") == 0 else []  # The first stage takes the inputs.
+        losses: list[Tensor] = []  # The last stage gets one loss for each micro-batch.
         schedule.step(*inputs, target=y, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
@@ -169,7 +169,7 @@ def main() -> None:
     if rank != 0:  # All ranks have the same figures.
         return
     found = f"losses within {of_losses:.1e}, parameters within {of_parameters:.1e}"
-    if not (of_losses <= ROUNDING and of_parameters <= ROUNDING):  # Also where they are NaN.
+    if not (of_losses <= ROUNDING and of_parameters <= ROUNDING):  # True also for NaN.
         sys.exit(f"{found} of plain training's, where {ROUNDING:.0e} is rounding")
     print(f"CHECKED: {found} of plain training's")
 

@@ -1,17 +1,17 @@
 """Train a small ResNet on handwritten digits (scikit-learn's), sharded over all ranks.
 
 Convolutions and inputs are in channels_last. Batch normalization uses the statistics of each rank's
-part of the batch; the running ones are averaged over the ranks before the test, which on XLA is
-done in each forward.
+part of the batch. The running statistics are averaged over the ranks before the test; on XLA each
+forward does this.
 
-One loop for CPU processes, GPUs and XLA devices:
+The same loop runs on CPU processes, GPUs and XLA devices:
 
     torchrun --standalone --nproc-per-node 2 examples/resnet.py
     torchrun --standalone --nproc-per-node gpu examples/resnet.py --device cuda
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/resnet.py --device xla
 
 On XLA one process computes for all devices, so it passes whole batches; elsewhere each process
-passes its share. Needs scikit-learn. The exit status is 1 where too few digits are recognized.
+passes its share. Needs scikit-learn. The exit status is 1 if too few digits are recognized.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 from shardkit import DeviceMesh, auto_shard, init_device_mesh, size_based_auto_wrap_policy
 
-BATCH = 64  # Over all ranks, in equal shares.
-ENOUGH = 0.97  # Of the digits held out.
+BATCH = 64  # Samples over all ranks, in equal shares.
+ENOUGH = 0.97  # Share of the held-out digits.
 
 
 class Block(nn.Module):
-    """Two convolutions, added to their input, which a third one may bring to their shape."""
+    """Two convolutions, added to their input; a third one adapts the input's shape if needed."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """For images of 8x8 pixels."""
+    """A residual network for images of 8x8 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ class ResNet(nn.Module):
 
 
 def shard(model: ResNet, mesh: DeviceMesh) -> None:
-    """Make each module of 10,000 parameters or more a group, and what is left another."""
+    """Make each module of 10,000 parameters or more a group, and the rest another group."""
     large = functools.partial(size_based_auto_wrap_policy, min_num_params=10_000)
     auto_shard(model, mesh=mesh, policy=large, verbose=True)
 
 
 def start(device_type: str) -> tuple[int, int]:
-    """Return this process's position among the processes, and how many there are."""
+    """Return this process's position, and the number of processes."""
     if device_type == "xla":
         return 0, 1
     if device_type == "cuda":
@@ -95,7 +95,7 @@ def make_mesh(device_type: str, num_processes: int) -> DeviceMesh:
 
 
 def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images and digits to train on, and every fifth of them to test on."""
+    """Return images and digits for training, and every fifth of them for testing."""
     digits = load_digits()
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.5
     y = torch.tensor(digits.target)
@@ -105,7 +105,7 @@ def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
-    """Let all ranks have the same running statistics: the means of theirs."""
+    """Give all ranks the same running statistics: the means over the ranks."""
     if dist.is_initialized():
         for buffer in model.buffers():
             if buffer.is_floating_point():
@@ -115,9 +115,9 @@ def average_statistics(model: nn.Module) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor, device: str) -> float:
-    """Return how many of the digits the sharded model recognizes. Collective."""
+    """Return the share of the digits that the sharded model recognizes; all ranks must call it."""
     model.eval()
-    num_rows = len(x) // 8 * 8  # On XLA a multiple of the number of devices.
+    num_rows = len(x) // 8 * 8  # On XLA this must be a multiple of the number of devices.
     guesses = model(x[:num_rows].to(device)).argmax(1).cpu()
     return (guesses == y[:num_rows]).float().mean().item()
 
@@ -132,7 +132,7 @@ def train(options: argparse.Namespace) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     x, y, x_test, y_test = read_digits()
-    order = torch.Generator().manual_seed(1)  # The same on all ranks.
+    order = torch.Generator().manual_seed(1)  # The same order on all ranks.
     for epoch in range(options.epochs):
         for rows in torch.randperm(len(x), generator=order).split(BATCH)[:-1]:
             mine = rows.chunk(num_processes)[rank]

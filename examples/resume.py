@@ -1,11 +1,11 @@
-"""Train with checkpoints, and go on by itself after a crash.
+"""Train with checkpoints, and go on automatically after a crash.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py --crash-at 25
 
-With ``--crash-at`` one rank dies at that step, once, without a word. torchrun ends the others and
-starts all of them again; they find the latest checkpoint and go on. The losses printed are those
-of a run that did not crash. Run the script again, and it goes on from the last checkpoint, which
-also a run with another number of processes can.
+With ``--crash-at`` one rank dies at that step, once, without an error message. torchrun ends the
+others and starts all ranks again. They find the latest checkpoint and go on. The printed losses are
+those of a run that did not crash. If you run the script again, it goes on from the last checkpoint.
+A run with another number of processes can do so too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Residual(nn.Module):
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """Draw this rank's samples of a step; they depend on nothing that a crash could lose."""
+    """Draw this rank's samples of a step; they do not depend on anything that a crash loses."""
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     x = torch.randn(BATCH, WIDTH, generator=generator)
     return x, x.roll(1, dims=1).sin()
@@ -76,13 +76,13 @@ def main() -> None:
             dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)
             say(f"step {step:4}  loss {loss.item():.6f}")
         if step % options.every == 0 or step == options.steps:
-            # Training waits for a copy in memory only; the next save waits for this one.
+            # Training waits only for a copy in memory; the next save waits for this save.
             saving = checkpoint.async_save(
                 options.folder / f"step-{step:06}",
                 model,
                 optimizer,
                 keep_last=2,
-                overwrite=True,  # Also what is there and damaged, which `latest` passed over.
+                overwrite=True,  # Replaces damaged checkpoints, which `latest` skipped.
                 scheduler=scheduler,
                 step=step,
             )

@@ -1,15 +1,15 @@
 """Tensor parallelism inside data parallelism: layers split over one axis, sharded over another.
 
-Use it where one layer is too large or too slow for one device: torch's `parallelize_module` splits
-its matrices over the axis `tp`, whose ranks compute together on the same data. `fully_shard` then
-shards each part over the axis `dp`, whose ranks have data of their own.
+Use it if one layer is too large or too slow for one device: torch's `parallelize_module` splits its
+matrices over the axis `tp`, whose ranks compute together on the same data. Then `fully_shard`
+shards each part over the axis `dp`, whose ranks have different data.
 
-Two by two ranks:
+With two by two ranks:
 
     torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py
     torchrun --standalone --nproc-per-node gpu examples/tensor_parallel.py --device cuda
 
-Each rank also trains a plain model with all data. The exit status is 1 where losses or trained
+Each rank also trains a plain model with all data. The exit status is 1 if losses or trained
 parameters differ by more than rounding.
 """
 
@@ -31,13 +31,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardkit import fully_shard
 
 WIDTH, HEADS, DEPTH, CONTEXT, BATCH = 64, 4, 2, 32, 8
-# Split sums are added in another order. One fp32 rounding is 6e-8; this bounds all of a training,
-# as a part of a loss, or of the largest element of a parameter.
+# Split sums are added in another order. One fp32 rounding is 6e-8; this is the bound for a whole
+# training, relative to a loss, or to the largest element of a parameter.
 ROUNDING = 1e-4
 
 
 class Block(nn.Module):
-    """A layer of a transformer; with tensor parallelism a rank computes some of its heads."""
+    """A transformer layer; with tensor parallelism a rank computes some of its heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention_norm(x)
-        # -1: as many heads as this rank has.
+        # -1: the number of heads on this rank.
         q, k, v = (
             linear(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
@@ -87,7 +87,7 @@ PLAN = {
 
 
 def shard(model: GPT, mesh: DeviceMesh) -> None:
-    """Split each block over `tp`, then shard what is left on a rank over `dp`, in this order."""
+    """Split each block over `tp`, then shard the part of a rank over `dp`, in this order."""
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], PLAN)
         fully_shard(block, mesh=mesh["dp"])
@@ -95,7 +95,7 @@ def shard(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def tokens_of(text: Tensor, step: int, replica: int) -> Tensor:
-    """Draw data; ranks that differ in `tp` only must get the same."""
+    """Draw data; ranks that differ in `tp` only must get the same data."""
     generator = torch.Generator().manual_seed(1000 * step + replica)
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
     return text[starts + torch.arange(CONTEXT + 1)].long()
@@ -115,10 +115,10 @@ def train(model: GPT, batches: list[Tensor]) -> list[Tensor]:
 
 
 def differences(options: argparse.Namespace) -> tuple[float, float]:
-    """Train both ways; return how far losses and parameters are apart, as parts of their size."""
+    """Train both ways; return the largest relative differences of losses and of parameters."""
     replicas = dist.get_world_size() // options.tp
     mesh = init_device_mesh(options.device, (replicas, options.tp), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)  # All ranks make the same model, before it is split.
+    torch.manual_seed(0)  # All ranks make the same model before it is split.
     plain = GPT().to(options.device)
     model = copy.deepcopy(plain)
     shard(model, mesh)
@@ -130,7 +130,7 @@ def differences(options: argparse.Namespace) -> tuple[float, float]:
     ]
     mine = [batches[mesh.get_local_rank("dp")] for batches in all_batches]
     losses = torch.stack(train(model, mine))
-    dist.all_reduce(losses)  # Over both axes: the ranks of `tp` have the same losses.
+    dist.all_reduce(losses)  # Over both axes, because the ranks of `tp` have the same losses.
     losses /= dist.get_world_size()
     expected = torch.stack(train(plain, [torch.cat(batches) for batches in all_batches]))
 
@@ -163,7 +163,7 @@ def main() -> None:
     if rank != 0:  # All ranks have the same figures.
         return
     found = f"losses within {of_losses:.1e}, parameters within {of_parameters:.1e}"
-    if not (of_losses <= ROUNDING and of_parameters <= ROUNDING):  # Also where they are NaN.
+    if not (of_losses <= ROUNDING and of_parameters <= ROUNDING):  # True also for NaN.
         sys.exit(f"{found} of plain training's, where {ROUNDING:.0e} is rounding")
     print(f"CHECKED: {found} of plain training's")
 

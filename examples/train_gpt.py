@@ -5,12 +5,12 @@ On one machine, with two CPU processes or with every GPU:
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
     torchrun --standalone --nproc-per-node gpu examples/train_gpt.py --device cuda --bf16
 
-On XLA devices one process computes for all ranks, and passes the batches of all of them:
+On XLA devices one process computes for all ranks, and passes the batches of all ranks:
 
     python examples/train_gpt.py --device xla --bf16
 
-On several hosts the same script runs under torchrun's --nnodes and --rdzv-endpoint. Everything that
-concerns sharding is in `shard`; the rest is plain PyTorch.
+On several hosts the same script runs under torchrun's --nnodes and --rdzv-endpoint. All code for
+sharding is in `shard`; the rest is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ console = Console()
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each added to its input."""
+    """Causal self-attention and a feed-forward network, each of them added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def make_mesh(options: argparse.Namespace, num_ranks: int) -> DeviceMesh:
-    """All ranks, or with --replicate several groups of them that each hold the whole model."""
+    """Return a mesh of all ranks; with --replicate several groups each hold the whole model."""
     if options.replicate == 1:
         return init_device_mesh(options.device, (num_ranks,), mesh_dim_names=("shard",))
     sizes = (options.replicate, num_ranks // options.replicate)
@@ -115,7 +115,7 @@ def make_mesh(options: argparse.Namespace, num_ranks: int) -> DeviceMesh:
 
 
 def shard(model: GPT, mesh: DeviceMesh, options: argparse.Namespace) -> None:
-    """Leave on this rank its part of `model`, and gather each block only while it is in use."""
+    """Keep this rank's part of `model`, and gather each block only while it is in use."""
     policy = MixedPrecisionPolicy()
     if options.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -128,7 +128,7 @@ def shard(model: GPT, mesh: DeviceMesh, options: argparse.Namespace) -> None:
 
 
 def read_texts() -> tuple[Tensor, Tensor]:
-    """Return the bytes to train on and, of other files, those to validate on."""
+    """Return the bytes for training and, from other files, the bytes for validation."""
     library = Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     kept, held_out = bytearray(), bytearray()
@@ -158,10 +158,10 @@ class Ranks:
     """The ranks of this training.
 
     Attributes:
-        device: What this process computes on.
+        device: The device of this process.
         rank: This process's position.
-        size: How many ranks there are.
-        batches: Batches that this process passes to the model, one for each rank it computes for.
+        size: Number of ranks.
+        batches: Number of batches that this process passes to the model: one for each of its ranks.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -191,14 +191,14 @@ class Ranks:
         return shared.item()
 
     def mean(self, value: Tensor) -> float:
-        """Return the mean over the ranks; on XLA it is one already."""
+        """Return the mean over the ranks; on XLA the value is one already."""
         if self.is_xla:
             return value.item()
         dist.all_reduce(value)
         return value.item() / self.size
 
     def end_step(self) -> None:
-        """Run what was traced; elsewhere it runs at once."""
+        """Run the traced graph; on other devices operators run at once."""
         if self.is_xla:
             import torch_xla
 
@@ -211,10 +211,10 @@ class Ranks:
 
 
 class Budget:
-    """Says what part of the training is done; the answer is the same on all ranks.
+    """The part of the training that is done; it is the same on all ranks.
 
-    It decides the learning rate and when to stop: a rank that went by a clock of its own would stop
-    one step apart from the others and leave them waiting.
+    It decides the learning rate and when to stop. If each rank used its own clock, one would stop a
+    step before the others, and they would wait for it.
     """
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
@@ -225,7 +225,7 @@ class Budget:
         self.done = 0.0
 
     def progress(self, step: int) -> float:
-        """Return the part done before `step`: 0.0 at the start, 1.0 or more at the end."""
+        """Return the part that is done before `step`: 0.0 at the start, 1.0 or more at the end."""
         if self.num_steps is not None:
             return step / self.num_steps
         if step % REPORT_EVERY == 0:
@@ -235,7 +235,7 @@ class Budget:
 
 
 def make_optimizer(model: GPT, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices only, not the scales and shifts of norms."""
+    """Return an AdamW that decays matrices only, not the scales and shifts of norms."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [
@@ -246,7 +246,7 @@ def make_optimizer(model: GPT, learning_rate: float) -> torch.optim.AdamW:
 
 
 def loss_of(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte."""
+    """Return the mean cross-entropy in nats per byte."""
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
@@ -259,7 +259,7 @@ def train(
 ) -> None:
     """Train until the time or the number of steps is used up."""
     rank, device = ranks.rank, ranks.device
-    generator = torch.Generator().manual_seed(1 + rank)  # Every process draws data of its own.
+    generator = torch.Generator().manual_seed(1 + rank)  # Every process draws different data.
     count = options.batch * ranks.batches
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=rank != 0) as bar:
@@ -286,7 +286,7 @@ def train(
                 recent_loss.zero_()
                 state = f"step {step}  loss {mean_loss:.3f}  {rate:,.0f} tokens/s"
                 bar.update(task, completed=progress, description=state)
-                if int(progress * 10) > tenths:  # For logs, where no bar is drawn.
+                if int(progress * 10) > tenths:  # For logs, which have no progress bar.
                     tenths = int(progress * 10)
                     bar.console.print(f"{progress:4.0%}  {state}", highlight=False)
         bar.update(task, completed=1.0)
@@ -294,7 +294,7 @@ def train(
 
 @torch.no_grad()
 def validation_loss(model: GPT, text: Tensor, ranks: Ranks) -> float:
-    """Mean loss over random segments of `text`, other ones on every rank."""
+    """Return the mean loss over random segments of `text`, which differ between ranks."""
     generator = torch.Generator().manual_seed(1_000_000 + ranks.rank)
     count = 16 * ranks.batches
     losses = []
@@ -306,12 +306,12 @@ def validation_loss(model: GPT, text: Tensor, ranks: Ranks) -> float:
 
 @torch.no_grad()
 def sample(model: GPT, prompt: str, num_bytes: int, ranks: Ranks) -> str:
-    """Continue `prompt` by `num_bytes` bytes; every rank must call it, since each holds a part."""
+    """Continue `prompt` by `num_bytes` bytes; all ranks must call it: each holds a part."""
     generator = torch.Generator().manual_seed(0)  # The same bytes on all ranks.
     tokens = list(prompt.encode())
     for _ in range(num_bytes):
         seen = tokens[-CONTEXT:]
-        # Of one length, or XLA would compile for each; what follows does not change what is before.
+        # One length only, or XLA would compile for each; later bytes do not change earlier ones.
         padded = torch.tensor(seen + [0] * (CONTEXT - len(seen)), device=ranks.device)
         logits = model(padded.expand(ranks.batches, -1))[0].float().cpu()[len(seen) - 1]
         token = torch.multinomial(F.softmax(logits / 0.7, dim=-1), 1, generator=generator)
@@ -323,7 +323,7 @@ def sample(model: GPT, prompt: str, num_bytes: int, ranks: Ranks) -> str:
 
 
 def memory_table(model: GPT, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Table:
-    """Bytes that this rank holds between steps and in them, beside those of a whole copy."""
+    """Return the bytes that this rank holds between and in steps, beside those of a whole copy."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -345,7 +345,7 @@ def memory_table(model: GPT, optimizer: torch.optim.Optimizer, ranks: Ranks) -> 
 
 
 def local_nbytes(tensors: Iterable[Tensor], ranks: Ranks) -> int:
-    """Bytes of one rank's pieces; what is not sharded, like step counters, counts whole."""
+    """Return the bytes of one rank's pieces; unsharded state, like step counters, counts whole."""
     tensors = list(tensors)
     sharded = whole_nbytes(t.to_local() for t in tensors if hasattr(t, "to_local"))
     # On XLA this process has the pieces of all ranks.
@@ -384,7 +384,7 @@ def main() -> None:
     """Train, then show memory, validation loss and a sample."""
     options = parse_options()
     ranks = Ranks(options.device)
-    mesh = make_mesh(options, ranks.size)  # On XLA before the device is used.
+    mesh = make_mesh(options, ranks.size)  # On XLA the mesh is made before the device is used.
     console.quiet = ranks.rank != 0
 
     torch.manual_seed(0)  # Every rank makes the same model.

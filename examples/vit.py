@@ -1,16 +1,16 @@
-"""Train a Vision Transformer on handwritten digits, built in less memory than it takes as a whole.
+"""Train a Vision Transformer on handwritten digits; build it in less memory than it takes whole.
 
-Each block gets real memory, is sharded at once inside the model's ``__init__``, and gives the whole
-back before the next one is made. On the CPU the system limits the memory of each process:
+Each block gets real memory, is sharded at once inside the model's ``__init__``, and frees the whole
+parameters before the next block is made. On the CPU the system limits the memory of each process:
 while the model is built, and again while it is trained. Both limits are below what a process needs
-without sharding, as ``--plain`` shows by failing.
+without sharding: with ``--plain`` the script fails.
 
     torchrun --standalone --nproc-per-node 2 examples/vit.py
     torchrun --standalone --nproc-per-node 2 examples/vit.py --plain
     python examples/vit.py --device xla --blocks 4
 
 On XLA one process computes for all devices, so there is no limit. Needs scikit-learn. The exit
-status is 1 where too few digits are recognized, or the memory does not suffice.
+status is 1 if too few digits are recognized, or if the memory is not enough.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from shardkit import DeviceMesh, fully_shard, init_device_mesh
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BATCH = 64  # Over all ranks, in equal shares.
+BATCH = 64  # Samples over all ranks, in equal shares.
 WIDTH, HEADS = 320, 8
-SIDE, PATCH = 8, 4  # Of an image and of a patch, in pixels.
-ENOUGH = 0.93  # Of the digits held out.
+SIDE, PATCH = 8, 4  # Sides of an image and of a patch, in pixels.
+ENOUGH = 0.93  # Share of the held-out digits.
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # From glibc's malloc.h.
 
@@ -65,12 +65,12 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches, blocks, and the mean over the patches.
+    """A model of patches, blocks, and the mean over the patches.
 
     Args:
-        num_blocks: Depth.
-        shard: Called with each block as soon as it is made, at last with the model.
-        device: Where it is made.
+        num_blocks: Number of blocks.
+        shard: A function called with each block when it is made, and at the end with the model.
+        device: The device on which the model is made.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ViT(nn.Module):
             self.blocks.append(shard(Block().to(device)))  # One whole block at a time.
         self.norm = nn.LayerNorm(WIDTH).to(device)
         self.head = nn.Linear(WIDTH, 10).to(device)
-        shard(self)  # What is left.
+        shard(self)  # The rest.
 
     def forward(self, images: Tensor) -> Tensor:
         patches = images.view(-1, SIDE // PATCH, PATCH, SIDE // PATCH, PATCH)
@@ -100,7 +100,7 @@ class ViT(nn.Module):
 
 
 def whole_mib(num_blocks: int) -> float:
-    """Return the size of the whole parameters, without making them."""
+    """Return the size of the whole parameters, without allocating them."""
     with torch.device("meta"):
         model = ViT(num_blocks, lambda module: module, "meta")
     return sum(param.nbytes for param in model.parameters()) / MIB
@@ -112,23 +112,23 @@ def status_mib(key: str) -> float:
 
 
 class Limit:
-    """What this process may take beyond what it has now."""
+    """A limit on the memory that this process takes beyond its memory now."""
 
     def __init__(self) -> None:
-        # The system counts what glibc's heap has freed and kept, so tensors get pages of their own.
+        # The system counts freed memory that glibc's heap keeps, so tensors get pages of their own.
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
         gc.collect()
         self._data = status_mib("VmData")
         self._resident = status_mib("VmRSS")
 
     def set(self, mib: float) -> None:
-        """Let what asks for more fail."""
+        """Make larger allocations fail."""
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (int((self._data + mib) * MIB), hard))
 
     @property
     def peak_mib(self) -> float:
-        """The most that was resident."""
+        """Peak of the resident memory."""
         return status_mib("VmHWM") - self._resident
 
 
@@ -136,7 +136,7 @@ class Limit:
 
 
 def start(device_type: str) -> tuple[int, int, DeviceMesh]:
-    """Return this process's position, how many there are, and the mesh."""
+    """Return this process's position, the number of processes, and the mesh."""
     if device_type == "xla":
         import torch_xla.runtime as xr
 
@@ -151,7 +151,7 @@ def start(device_type: str) -> tuple[int, int, DeviceMesh]:
 
 
 def warm_up(mesh: DeviceMesh, device: str) -> None:
-    """Take one step of a small model: what comes with the first one is no part of the large one."""
+    """Take one step of a small model, so that first-step costs do not count for the large model."""
     model = fully_shard(nn.Linear(8, 8).to(device), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(8, 8, device=device)).sum().backward()
@@ -159,7 +159,7 @@ def warm_up(mesh: DeviceMesh, device: str) -> None:
 
 
 def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images and digits to train on, and every fifth of them to test on."""
+    """Return images and digits for training, and every fifth of them for testing."""
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16 - 0.5
     y = torch.tensor(digits.target)
@@ -174,7 +174,7 @@ class Training:
         self.device = options.device
         self.rank, self.num_processes, mesh = start(self.device)
         self.x, self.y, self.x_test, self.y_test = read_digits()
-        torch.manual_seed(0)  # On all ranks the same.
+        torch.manual_seed(0)  # The same model on all ranks.
         warm_up(mesh, self.device)
         whole = whole_mib(options.blocks)
         self.limit = Limit() if self.device == "cpu" else None
@@ -199,7 +199,7 @@ class Training:
             print(text, flush=True)
 
     def run(self, epochs: int) -> None:
-        order = torch.Generator().manual_seed(1)  # The same on all ranks.
+        order = torch.Generator().manual_seed(1)  # The same order on all ranks.
         batches = len(self.x) // BATCH
         scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, max_lr=1e-3, total_steps=epochs * batches, pct_start=0.2
@@ -227,7 +227,7 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Return how many of the digits held out are recognized, of all ranks' shares."""
+        """Return the share of the held-out digits that are recognized, over all ranks."""
         mine = torch.arange(len(self.x_test)).tensor_split(self.num_processes)[self.rank]
         outputs = self.model(self.x_test[mine].to(self.device))
         right = (outputs.argmax(1).cpu() == self.y_test[mine]).sum().to(self.device)
