@@ -221,7 +221,7 @@ def first_pass(world_size: int, latency_s: float) -> dict[str, typing.Any]:
     ranks = []
     for rank in range(world_size):
         watchdog = Watchdog.__new__(Watchdog)
-        watchdog.rank, watchdog.num_counted_in, watchdog.verdict = rank, 0, None
+        watchdog.rank, watchdog.num_counted_in, watchdog.final_text = rank, 0, None
         watchdog.lock, watchdog._counting_in = threading.Lock(), {}  # noqa: SLF001
         store = SimulatedStore(network, clocks[rank])
         store.is_blocking = False
