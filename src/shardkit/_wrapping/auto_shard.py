@@ -117,8 +117,8 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
             axis. With ``apply=False`` it may be a number of ranks or a mesh shape, to plan for
             ranks that do not exist. The last number of a shape is then the axis of the experts.
         policy: The choice of modules that form groups.
-        units: More groups: a mapping like that of a policy, or a collection of names and tuples.
-            Modules that are named here leave the groups of the policy.
+        units: Groups beside those of the policy: a mapping like that of a policy, or a collection
+            of names and tuples. Modules that are named here leave the groups of the policy.
         strategy: Name such as ``"zero2"``, see `strategy`, instead of `reshard_after_forward`.
         experts: Mapping from modules that hold stacked experts to the axis of `mesh` over which
             they are spread: ``{"MixtralExperts": "ep"}``. A module is named by its class, the name

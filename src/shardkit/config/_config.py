@@ -587,12 +587,10 @@ class Config:
         """Save training state into a directory, by `fsdp_state_dict_type`. Call it on all ranks.
 
         - ``SHARDED_STATE_DICT``: a checkpoint of `shardkit.checkpoint.save`, with a file of each
-        rank;
-          it loads on any number of ranks.
+          rank; it loads on any number of ranks.
         - ``FULL_STATE_DICT``: whole tensors by their names, in ``pytorch_model_fsdp.bin`` and
           ``optimizer.bin`` (Accelerate's names); rank 0 writes.
-        - ``LOCAL_STATE_DICT``: the pieces of each rank in a file, which load only with the same
-        config.
+        - ``LOCAL_STATE_DICT``: each rank's pieces in a file, which load only with the same config.
 
         If the save is killed, `load` loads the save before it.
 

@@ -46,20 +46,15 @@ class DelegatingOptimizer(Optimizer, ABC):
     **What a subclass gives.** All of these methods are called without grad mode.
 
     - `_new_tensors` returns the tensors that the inner optimizer steps. The base class calls it
-    when
-      there is no inner optimizer, when `state` was written or loaded, and when `_is_outdated`
-    returns
-      that the old tensors do not fit any more. Meanwhile `state` is still the old one. The base
-    class
-      keeps it over such a change: by parameters, as users see it.
+      when there is no inner optimizer, when `state` was written or loaded, and when `_is_outdated`
+      returns that the old tensors do not fit any more. `state` is then still the old one. The base
+      class keeps it over such a change: by parameters, as users see it.
     - `_run` sets the gradients of these tensors and updates their values, has the inner optimizer
       step them, and writes the results back. It may communicate. `_drop` drops the gradients.
     - `_show_state` returns the state by the users' parameters. Its tensors may be views of the
-    inner
-      state, which is cheap. `_put_state` does the opposite: it puts state by the users' parameters,
-      from a state dict or from before a change of the tensors, into ``inner.state``. All that it
-    may
-      assume is that each tensor belongs to its parameter.
+      inner state, which is cheap. `_put_state` does the opposite: it puts state by the users'
+      parameters, from a state dict or from before a change of the tensors, into ``inner.state``.
+      All that it may assume is that each tensor belongs to its parameter.
 
     **Which state is valid.** After a step the inner state is valid, and `state` is made from it on
     request (`_show_state`). After a user has written to `state` or loaded one, that one is valid,

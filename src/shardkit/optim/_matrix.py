@@ -428,8 +428,8 @@ class MatrixOptimizer(DelegatingOptimizer):
     an attribute counts once per batch.
 
     `state` and `state_dict` show the state as `ShardedTensor`, of which the owner holds everything.
-    Call `state_dict` and `load_state_dict` on all ranks. Between steps, ranks that do not own a
-    parameter show in `state` its numbers of the last `state_dict`, or of the first step.
+    Call `state_dict` and `load_state_dict` on all ranks. Between steps, if a rank does not own
+    a parameter, the numbers in its `state` are those of the last `state_dict`, or of the first step.
 
     Cost of each step, with N ranks and P elements: for each batch one all-to-all of gradients, and
     one of values. A rank sends ``P/N`` elements of gradients times ``(N-1)/N``, and as many values.

@@ -71,7 +71,7 @@ class Operator(NamedTuple):
     """An operator that computes something; views do not count.
 
     Attributes:
-        after: Number of begins and ends of events that came before it.
+        after: Number of starts and ends of events that came before it.
         kind: Kind of the operator: ``product`` or a kind in `HardwareProfile.memory`.
         dtype: Name of the dtype of the result.
         flops: Number of floating-point operations; 0 except for products and attention.

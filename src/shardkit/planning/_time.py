@@ -71,7 +71,7 @@ class StepTime:
         utilization: Ratio of these to the most operations that the device can do in this time. If
             products have several dtypes, each counts by its own peak.
         modules: Modules with the longest compute, the longest first.
-        spans: Times of all work, in the order of their begins.
+        spans: Times of all work, in the order of their start.
     """
 
     hardware: str
@@ -182,7 +182,7 @@ class _Tasks:
         return self._tasks
 
     def _edge(self, event: StepEvent, *, is_begin: bool) -> None:
-        """Process the begin or the end of an event."""
+        """Process the start or the end of an event."""
         begun = self._begun
         if event.kind not in _OF_MEMORY:
             self._begun = None
@@ -192,7 +192,7 @@ class _Tasks:
             self._wait(event)
         elif event.kind == "compute":
             self._end_segment(event.name)
-            self._host_s += self._profile.group_s / 2  # Once at its begin, once at its end.
+            self._host_s += self._profile.group_s / 2  # Once at its start, once at its end.
         elif event.kind == "copy":
             seconds = event.nbytes / self._profile.host_bytes_per_s
             if begun is None:  # Copies of shards, before the next gather.
@@ -294,7 +294,7 @@ class Task:
         after: Tasks that must end before it begins.
         name: Name of the task.
         link: Name of the link on which it sends bytes; empty: it sends none.
-        begin: Time of the begin in seconds; set by `replay`.
+        begin: Start in seconds; set by `replay`.
         end: Time of the end.
     """
 

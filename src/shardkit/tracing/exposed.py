@@ -111,7 +111,7 @@ _Key = tuple[int, str, int]
 
 
 class _Issued(NamedTuple):
-    """The begin of a collective on a rank, and its key; None if no other rank takes part."""
+    """The start of a collective on a rank, and its key; None if no other rank takes part."""
 
     begin: float
     key: _Key | None
@@ -175,7 +175,7 @@ class Waits:
         }
         counts: collections.Counter[tuple[int, str]] = collections.Counter()
         issued: dict[int, _Issued] = {}
-        for event in record.events:  # In the order of begins.
+        for event in record.events:  # In the order of their start.
             if event.kind not in _FIRST and event.kind != _SECOND:
                 continue
             number = sets.get(f"{event.axis} {event.num_ranks}")
@@ -185,7 +185,7 @@ class Waits:
                 counts[number, event.kind] += 1
                 self._came[key][rank] = event.begin
             issued[event.opened] = _Issued(event.begin, key)
-        # A collective ends when it has been awaited: it owns the earlier waits since its begin.
+        # A collective ends when it has been awaited: it owns the earlier waits since its start.
         open_waits: dict[int, list[StepEvent]] = collections.defaultdict(list)
         seconds: dict[int, _Issued] = {}
         found: list[_Awaited] = []

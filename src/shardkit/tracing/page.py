@@ -44,7 +44,7 @@ class PlannedStep(NamedTuple):
     Attributes:
         seconds: Time of the step.
         exposed_s: Part of it that collectives cost.
-        spans: Lane, name, begin and end of all work, from the begin of the step on.
+        spans: Lane, name, begin and end of all work, from the start of the step on.
     """
 
     seconds: float
@@ -92,7 +92,7 @@ def write_page(trace: Trace, path: Path, plan: PlannedStep | None = None) -> Non
     Args:
         trace: Records of all ranks.
         path: File to write.
-        plan: Planned step; it is shown at the begin of each step of the first rank.
+        plan: Planned step; it is shown at the start of each step of the first rank.
     """
     content = json.dumps(_content(trace, plan), separators=(",", ":")).replace("<", "\\u003c")
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -158,7 +158,7 @@ _Row = tuple[float, float, int, int, str]
 def _planned_row(
     trace: Trace, plan: PlannedStep, start: float, names: dict[str, int]
 ) -> dict[str, Any]:
-    """Return the plan in the form of a rank, at the begin of each step of the first rank."""
+    """Return the plan in the form of a rank, at the start of each step of the first rank."""
     begins: dict[int, float] = {}
     for each in trace.slices[trace.records[0].header.rank]:
         begins.setdefault(each.step, each.begin)

@@ -59,7 +59,7 @@ def _events_of(trace: Trace) -> Iterator[dict[str, Any]]:
                 title = event.phase if event.kind == "pass" else event.name
                 yield span(lane_of, title, event.begin, event.end, phase=event.phase)
             elif lane_of is not None:
-                # Collectives overlap, so each one has a begin event and an end event.
+                # Collectives overlap, so each one has a start event and an end event.
                 name_of = f"{event.kind} {event.name}"
                 ends: dict[str, Any] = {"pid": rank, "tid": lane_of, "cat": event.kind}
                 ends |= {"id": event.opened, "name": name_of}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardkit")
 _BEGIN_LIMIT_S, _END_LIMIT_S = 300.0, 60.0
-_MAX_CALLS = 100_000  # Begins and ends; about 15 MB.
+_MAX_CALLS = 100_000  # Starts and ends; about 15 MB.
 _now = time.perf_counter
 _numbers = itertools.count()
 
@@ -111,7 +111,7 @@ def record(
             not call it within 300 seconds.
 
     Cost: about 2 us for each event, of which a group has about 20 in a step, and 5 us and 10 bytes
-        more when it is written; nothing after the context has ended. At the begin and the end of
+        more when it is written; nothing after the context has ended. At the start and the end of
         the context, ranks compare their clocks: each rank makes twelve round trips through the
         store, one rank after another.
     """

@@ -76,7 +76,7 @@ class RankRecord:
 
     Attributes:
         header: Header of the file, with the last clock that is known.
-        events: Events in the order of their begin, in seconds of rank 0's clock.
+        events: Events in the order of their start, in seconds of rank 0's clock.
         is_whole: Whether the record is complete, and not cut off.
     """
 

@@ -647,8 +647,7 @@ def _received_optimizer(
 # - ``"names"``: by parameter names, as in FSDP1's ``full_optim_state_dict`` and torch's
 #   ``get_optimizer_state_dict(full_state_dict=True)``.
 # - ``"ids"``: by the optimizer's own numbers, as in the ``state_dict()`` of a plain model's
-# optimizer,
-#   FSDP1's ``rekey_optim_state_dict`` and fairscale's ``gather_full_optim_state_dict``.
+#   optimizer, FSDP1's ``rekey_optim_state_dict`` and fairscale's ``gather_full_optim_state_dict``.
 
 Layout = Literal["names", "ids"]
 
