@@ -98,7 +98,7 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
     skip = frames._FrameAction.SKIP
     strategy = frames._FrameExecStrategy(skip, skip)  # For the function's frame and for inner ones.
     frames.set_code_exec_strategy(fn.__code__, strategy)
-    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Nor is it inlined by its caller.
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Callers do not inline it.
     fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
     return fn
 

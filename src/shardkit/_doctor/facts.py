@@ -117,7 +117,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something to mend, or to know."""
+    """A problem to mend, or a note."""
 
     check: str  # A short, stable name.
     # ``"error"``: training fails or is wrong; ``"warning"``: it is slow or may fail; ``"note"``.

@@ -146,7 +146,7 @@ class Strategy:
         return (world_size // ranks_per_copy, ranks_per_copy)
 
     def check_mesh_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise if a mesh of this shape is not the strategy's.
+        """Raise if the strategy has no mesh of this shape.
 
         Raises:
             MeshError: The shape does not fit the strategy.

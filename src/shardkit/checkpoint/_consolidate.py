@@ -316,7 +316,7 @@ def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
 class Verification:
     """What `verify` found."""
 
-    problems: list[str] = field(default_factory=list)  # Faults.
+    problems: list[str] = field(default_factory=list)  # Problems that were found.
     # Parts without checksums, and what was compared in their place.
     unverified: list[str] = field(default_factory=list)
 

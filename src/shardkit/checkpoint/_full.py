@@ -301,7 +301,7 @@ def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
     for tensor, name, nbytes in jobs:
         fill_tensor(source, name, tensor, device)
         meter.add(nbytes)
-    for tensor, name, _ in jobs:  # After all: pieces share memory, and its version.
+    for tensor, name, _ in jobs:  # Only now: pieces share memory, and its version.
         if isinstance(tensor, ShardedTensor):
             note_written(tensor, functools.partial(_first_elements, source, name))
 

@@ -117,7 +117,7 @@ def load(
 
         def attempt() -> dict[str, Any]:
             together = _Together(target, what, process_group)
-            together(lambda: _look(target) if rank == 0 else None)  # Before anybody reads.
+            together(lambda: _look(target) if rank == 0 else None)  # Before any rank reads.
             planned = together(plan, lambda made: made.identity)
             everyone = of_all(planned.misfits, process_group)
             raise_any(what, [_report(each.common(everyone), strict=strict) for each in everyone])
@@ -466,7 +466,7 @@ class OptimizerPart:
         for entry, (name, keys) in self._places.items():
             found.setdefault(name, {})[keys] = loaded[entry]
         for name, values in found.items():
-            self._state["state"].setdefault(name, {}).update(nested(values))  # Lists are lists.
+            self._state["state"].setdefault(name, {}).update(nested(values))  # Lists stay lists.
         put_optimizer_state(self._model, self._optimizers, self._state, strict=False)
 
 

@@ -132,7 +132,7 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
         computed; the last two are None for a tensor that is not sharded.
 
     Raises:
-        CheckpointError: As `local_state_dict`.
+        CheckpointError: The same as for `local_state_dict`.
 
     Cost: no collectives.
     """

@@ -57,7 +57,7 @@ class Job:
     # One optimizer, several, or None.
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
     extra: Mapping[str, Any]  # Values, or objects with ``state_dict``.
-    keep_last: int | None  # Number of checkpoints that stay beside each other; None: all.
+    keep_last: int | None  # Number of checkpoints to keep; None: all.
     overwrite: bool  # Permission to replace a checkpoint of this name.
     progress: Progress  # Argument of `save`.
 

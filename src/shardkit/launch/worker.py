@@ -19,7 +19,7 @@ _HIDDEN = {__file__, "<frozen runpy>", runpy.__file__}
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script; if it raises, write torchrun's error file and end with 1."""
+    """Run a script; if it raises, write torchrun's error file and exit with 1."""
     is_module = install = False
     while arguments[0] in {"--install", "--module"}:
         is_module |= arguments[0] == "--module"

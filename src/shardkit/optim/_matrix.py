@@ -193,7 +193,7 @@ class OwnedParams:
         return steps
 
     def stepped_whole(self, index: int) -> Tensor:
-        """Return a parameter as it was stepped, contiguous.
+        """Return the stepped values of a parameter, contiguous.
 
         If a class assigned to the data of a matrix (``p.data = p.data - update``), the new data is
         copied to its place in the stack.
@@ -429,7 +429,7 @@ class MatrixOptimizer(DelegatingOptimizer):
 
     `state` and `state_dict` show the state as `ShardedTensor`, of which the owner holds everything.
     Call `state_dict` and `load_state_dict` on all ranks. Between steps, if a rank does not own
-    a parameter, the numbers in its `state` are those of the last `state_dict`, or of the first step.
+    a parameter, the numbers in its `state` are those of the last `state_dict` or of the first step.
 
     Cost of each step, with N ranks and P elements: for each batch one all-to-all of gradients, and
     one of values. A rank sends ``P/N`` elements of gradients times ``(N-1)/N``, and as many values.

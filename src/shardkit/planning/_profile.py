@@ -108,7 +108,7 @@ class HardwareProfile:
     def collective_s(self, op: str, nbytes: float, num_ranks: int, span: int) -> float:
         """Return the seconds of a collective over ranks that are at most `span` ranks apart.
 
-        The model is a ring: each rank sends all but its own part to a neighbour. Over several
+        The model is a ring: each rank sends all but its own part to the next rank. Over several
         hosts, all ranks of a host send on their own links.
 
         Args:

@@ -287,7 +287,7 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
 
 
 def recover(path: Path) -> None:
-    """Give a lost name to its newest complete checkpoint; a crash amid two renames loses it.
+    """Give a name, lost by a crash between two renames, to its newest complete checkpoint.
 
     Any number of processes may call it, also while others save.
     """

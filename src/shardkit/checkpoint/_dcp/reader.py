@@ -268,7 +268,7 @@ class DistributedCheckpoint(Source):
         self._expect = meter.expect
         self.reader = CheckpointReader(path, report=meter.add)
         self._metadata = self.reader.read_metadata()
-        # Shape and dtype of every tensor; None for what is not a tensor.
+        # Shape and dtype of every tensor; None for other entries.
         self.entries = {
             name: TensorInfo(tuple(entry.size), entry.properties.dtype)
             if isinstance(entry, TensorStorageMetadata)

@@ -327,7 +327,7 @@ INCOMPLETE, REPLACED, DELETED = ".incomplete", ".replaced", ".deleted"
 ABANDONED_AFTER_S = 3600.0
 """How long an unreachable job writes nothing until it counts as dead: it is on another host.
 
-If it is alive nevertheless, its save fails. What had the final name keeps it.
+If it is alive after all, its save fails, and the old checkpoint keeps its name.
 """
 
 _NAME_MAX = 255
@@ -414,7 +414,7 @@ def asides_in(directory: Path) -> Iterator[Aside]:
 
 
 def own() -> Owner:
-    """Return this process."""
+    """Return the owner that is this process."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:32]
     return Owner(host, os.getpid(), _place(), start_of(os.getpid()))
 

@@ -168,7 +168,7 @@ class RankFiles(Source):
 
 
 class LocalFiles(RankFiles):
-    """The files that all ranks saved of `local_state_dict` at once.
+    """The files of `local_state_dict` from all ranks, of one save.
 
     Names are ``model.<name>`` and ``optim.state.<parameter>.<state>``.
     """

@@ -123,7 +123,7 @@ def room_for(
     """Return a tensor to load one entry of a parameter's state into; see `optimizer_template`."""
     if info.shape != tuple(param.shape) or not _is_like_parameter(key, info, saved):
         return torch.empty(info.shape, dtype=info.dtype)
-    # `zeros_like` makes sharded tensors neighbours in one flat tensor, `empty_like` does not.
+    # `zeros_like` makes sharded tensors adjacent in one flat tensor, `empty_like` does not.
     return torch.zeros_like(param.detach(), dtype=info.dtype)
 
 
@@ -422,7 +422,7 @@ def set_model_state_dict(
         CheckpointError: A sharded parameter has another shape; with ``broadcast_from_rank0`` on all
             ranks. Nothing has been changed then. Values that pass through hooks or methods of the
             user's own modules are compared after these, by torch.
-        RuntimeError: As `nn.Module.load_state_dict` does.
+        RuntimeError: An error of `nn.Module.load_state_dict`.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and 16 MiB of
     memory; for a tensor that is not sharded, or that is tensor-parallel, memory for all of it.
