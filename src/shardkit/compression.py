@@ -1,7 +1,7 @@
-"""Gradients that travel compressed over the replicate axis of a 2-D mesh.
+"""Compression of gradients that are sent over the replicate axis of a 2-D mesh.
 
-`bf16_compress` and `fp16_compress` send 16 bits of each. `PowerSGD` sends them at low rank, and
-adds what that leaves out in the next step.
+`bf16_compress` and `fp16_compress` send 16 bits of each gradient. `PowerSGD` sends gradients at low
+rank, and adds the approximation error to the next gradient.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ __all__ = ["PowerSGD", "bf16_compress", "compress_gradients", "fp16_compress"]
 
 
 def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
-    """Have the gradients of all groups in a model go over the replicate axis through `hook`.
+    """Have the gradients of all groups in a model summed over the replicate axis by `hook`.
 
-    Call it on the root, after `fully_shard`, on all ranks with the same. In place of FSDP1's
-    ``register_comm_hook`` and DDP's. Groups on a mesh of one axis are left as they are.
+    Call it on the root, after `fully_shard`, on all ranks with the same hook. It replaces FSDP1's
+    ``register_comm_hook`` and DDP's. Groups on a mesh of one axis do not change.
 
     Args:
         model: A sharded root.
         hook: `bf16_compress`, `fp16_compress`, a `PowerSGD` of this model alone, or any
-            `AllReduce`. None: gradients travel as they are again.
+            `AllReduce`. None: gradients are sent uncompressed again.
 
     Raises:
         StateError: `model` is not sharded, is inside of another root, or has no group with a
-            replicate axis; or the mesh is one of XLA devices.
+            replicate axis; or the mesh is of XLA devices.
     """
     if not isinstance(model, FSDPModule):
         msg = (
@@ -94,17 +94,17 @@ def bf16_compress(
 ) -> None:
     """Sum gradients over the replicate axis in bf16: an `AllReduce`.
 
-    As torch's ``bf16_compress_hook``. The engine adds in bf16, too: each of its additions rounds to
-    8 bits. The reduce-scatter stays in `reduce_dtype`, in fp32 say; to have both in bf16, choose
-    that as `reduce_dtype` instead.
+    It is like torch's ``bf16_compress_hook``. The engine also adds in bf16: each of its additions
+    rounds to 8 bits. The reduce-scatter stays in `reduce_dtype`, for example fp32. To have both in
+    bf16, choose bf16 as `reduce_dtype` instead.
 
     Args:
         tensor: Gradients; see `AllReduce`.
-        pieces: Parameters in it; not looked at.
+        pieces: Parameters in it; ignored.
         axis: The replicas.
-        unit: The sum times this is the gradient, and is what travels.
+        unit: Factor that makes the gradient from the sum; it is applied before the tensor is sent.
 
-    Cost: one all-reduce of 2 bytes per element; memory for that.
+    Cost: one all-reduce of 2 bytes per element, and memory of that size.
     """
     _all_reduce_as(tensor, torch.bfloat16, axis, unit)
 
@@ -114,17 +114,17 @@ def fp16_compress(
 ) -> None:
     """Sum gradients over the replicate axis in fp16: an `AllReduce`.
 
-    As torch's ``fp16_compress_hook``. What travels is divided by the number of ranks before, so
-    that averages up to 65504 do not overflow. Parts below 6e-8 become 0, so scale the loss. The
-    engine adds in fp16.
+    It is like torch's ``fp16_compress_hook``. The gradients are divided by the number of ranks
+    before they are sent, so that averages up to 65504 do not overflow. Parts below 6e-8 become 0,
+    so scale the loss. The engine adds in fp16.
 
     Args:
         tensor: Gradients; see `AllReduce`.
-        pieces: Parameters in it; not looked at.
+        pieces: Parameters in it; ignored.
         axis: The replicas.
-        unit: The sum times this is the gradient, and is what travels.
+        unit: Factor that makes the gradient from the sum; it is applied before the tensor is sent.
 
-    Cost: one all-reduce of 2 bytes per element; memory for that.
+    Cost: one all-reduce of 2 bytes per element, and memory of that size.
     """
     _all_reduce_as(tensor, torch.float16, axis, unit)
 
@@ -144,11 +144,11 @@ def _all_reduce_as(tensor: Tensor, dtype: torch.dtype, axis: SumAxis, unit: floa
 
 
 class LossScale:
-    """A number, or a GradScaler, which is asked.
+    """A number, or a GradScaler that is read in every backward.
 
     Attributes:
-        value: The scale as it was read last.
-        may_skip: Whether steps are skipped where gradients overflow.
+        value: The scale at the last read.
+        may_skip: Whether steps are skipped when gradients overflow.
     """
 
     def __init__(self, source: Any) -> None:
@@ -169,31 +169,31 @@ class LossScale:
         """Read the scale.
 
         Returns:
-            ``"same"``: the optimizer step that was under way when it was read before still is;
-            ``"stepped"``; ``"skipped"``: the scale got lower.
+            ``"same"``: the optimizer step of the last read is still under way; ``"stepped"``: it
+            has ended; ``"skipped"``: the scale became smaller.
 
-        Cost: waits for the device where the scale is on one.
+        Cost: waits for the device if the scale is on one.
         """
         if self._scaler is None:
             return "same"
         before = self.value, self._growth
-        state = self._scaler.state_dict()  # Empty where it is not enabled.
+        state = self._scaler.state_dict()  # Empty if it is not enabled.
         value, self._growth = state.get("scale", 1.0), state.get("_growth_tracker", 0)
         if (value, self._growth) == before:
             return "same"
-        self.value = value or self.value  # By 0 nothing can be divided.
+        self.value = value or self.value  # Never 0, since errors are divided by it.
         return "skipped" if value < before[0] else "stepped"
 
 
 # --- sums at low rank -----------------------------------------------------------------------------
 #
-# Pure but for the sums that it is given: what is sent is one tensor of all first factors, and one
-# of all second ones.
+# Pure functions, except for the sums that are passed to them. One tensor of all first factors is
+# sent, and one of all second factors.
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Whole rows of one parameter in a rank's range, to be sent at low rank."""
+    """Whole rows of one parameter in a rank's range, which are sent at low rank."""
 
     name: str  # Name of the parameter.
     start: int  # Position of the first element in the range.
@@ -203,7 +203,7 @@ class Matrix:
 
     @property
     def stop(self) -> int:
-        """Position behind the last element."""
+        """Position after the last element."""
         return self.start + self.rows * self.columns
 
     def view(self, flat: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def find_matrices(
 ) -> list[Matrix]:
     """Return the matrices for which low rank sends at least `min_rate` times fewer numbers.
 
-    A cut may fall inside of a row: what is left of a row at either end is in no matrix.
+    A cut may fall inside of a row; the incomplete rows at either end are in no matrix.
     """
     result = []
     for piece in pieces:
@@ -245,7 +245,7 @@ def rest_of(matrices: Sequence[Matrix], flat: Tensor) -> list[Tensor]:
 
 
 def random_factor(matrix: Matrix, seed: int, iteration: int, like: Tensor) -> Tensor:
-    """Return a second factor to begin with: equal on all ranks that have the same matrix."""
+    """Return a random second factor, equal on all ranks that have the same matrix."""
     text = f"{seed}/{iteration}/{matrix.name}".encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
     generator = torch.Generator().manual_seed(number)
@@ -256,17 +256,18 @@ def random_factor(matrix: Matrix, seed: int, iteration: int, like: Tensor) -> Te
 def sum_at_low_rank(
     values: Sequence[Tensor], seconds: Sequence[Tensor], sum_up: Callable[[Tensor], object]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return factors of the sums of matrices over ranks: one step of the power iteration.
+    """Return factors of the sums of matrices over ranks, by one step of the power iteration.
 
     Args:
         values: Matrices of this rank.
-        seconds: Second factors to begin with, (columns, rank) each, equal on all ranks.
-        sum_up: Function that sums a 1-D tensor over the ranks, in place, to equal bits on all.
+        seconds: Initial second factors, (columns, rank) each, equal on all ranks.
+        sum_up: Function that sums a 1-D tensor over the ranks, in place, with equal bits on all
+            ranks.
 
     Returns:
-        First factors (rows, rank), orthonormal columns; second factors (columns, rank), so that
-        first times the transpose of second is the approximation of the sum; whether all of it is
-        finite, 0-dim.
+        First factors (rows, rank) with orthonormal columns; second factors (columns, rank), where
+        first times the transpose of second approximates the sum; and whether all values are finite,
+        as a 0-dim tensor.
 
     Cost: two sums, of rank * rows and rank * columns numbers for each matrix.
     Source: Vogels et al. 2019, arXiv:1905.13727, algorithm 1.
@@ -281,7 +282,7 @@ def sum_at_low_rank(
 
 
 def _summed(parts: Sequence[Tensor], sum_up: Callable[[Tensor], object]) -> list[Tensor]:
-    """Return sums over the ranks of several tensors, sent as one."""
+    """Return the sums of several tensors over the ranks, which are sent as one tensor."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     sum_up(flat)
     sizes = [part.numel() for part in parts]
@@ -292,10 +293,10 @@ def _summed(parts: Sequence[Tensor], sum_up: Callable[[Tensor], object]) -> list
 
 
 class Sent(NamedTuple):
-    """What was sent of one matrix: the error lacks `share` times `first` times `second`.T."""
+    """The sent part of one matrix: the error lacks `share` times `first` times `second`.T."""
 
     matrix: Matrix
-    start: Tensor  # Second factor that the step began with.
+    start: Tensor  # Second factor at the start of the step.
     first: Tensor
     second: Tensor
     share: float
@@ -303,22 +304,22 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class BucketState:
-    """What is kept of one bucket."""
+    """The state of one bucket."""
 
     iteration: int = 0  # Number of reductions so far.
-    # 1-D, as long as the shard: what was left out, in units of the unscaled gradient.
+    # 1-D, as long as the shard: the approximation error, in units of the unscaled gradient.
     error: Tensor | None = None
-    # Second factors of the last step, by parameter name; nobody writes to them.
+    # Second factors of the last step, by parameter name; never written in place.
     seconds: dict[str, Tensor] = field(default_factory=dict)
-    # Parts that this backward sent, until it is known who used which parameters.
+    # Parts that this backward sent, until it is known which parameters were used.
     sent: list[Sent] = field(default_factory=list)
-    # Memory for a copy of `error`, where optimizer steps may be skipped.
+    # Memory for a copy of `error`, if optimizer steps may be skipped.
     error_before: Tensor | None = None
-    # `seconds` when the optimizer step began, as in `error_before`; None: it has not begun.
+    # `seconds` at the start of the optimizer step, as in `error_before`; None: not started.
     seconds_before: dict[str, Tensor] | None = None
 
     def begin_step(self) -> None:
-        """Copy error and factors, once in an optimizer step."""
+        """Copy the error and the factors, once in an optimizer step."""
         if self.error is not None and self.seconds_before is None:
             if self.error_before is None:
                 self.error_before = torch.empty_like(self.error)
@@ -326,7 +327,7 @@ class BucketState:
             self.seconds_before = dict(self.seconds)
 
     def end_step(self, *, is_skipped: bool) -> None:
-        """Forget what there was when the optimizer step began, or go back to it."""
+        """Drop the copies of the optimizer step's start, or restore them if it was skipped."""
         if is_skipped and self.seconds_before is not None:
             assert self.error is not None
             assert self.error_before is not None
@@ -335,7 +336,7 @@ class BucketState:
         self.seconds_before = None
 
     def settle(self, unused: Collection[str]) -> None:
-        """Take back what was sent of parameters whose gradients nobody gets."""
+        """Take back what was sent for parameters whose gradients no rank gets."""
         sent, self.sent = self.sent, []
         for matrix, start, first, second, share in reversed(sent):
             if matrix.name not in unused:
@@ -350,32 +351,34 @@ class BucketState:
 
 
 class PowerSGD:
-    """An `AllReduce` that sends matrices at low rank, as torch's ``powerSGD_hook``.
+    """An `AllReduce` that sends matrices at low rank, like torch's ``powerSGD_hook``.
 
-    For `compress_gradients`, of one model. A matrix is what a rank has of a parameter of two dims
-    or more: its whole rows, dims from the second on being columns. Biases, scales, what is left of
-    rows at the ends of a shard, and matrices that would not get small enough travel as they are.
+    Pass it to `compress_gradients`, for one model. A matrix is the part of a parameter of two or
+    more dims on this rank: its whole rows, where all dims after the first are columns. Biases,
+    scales, incomplete rows at the ends of a shard, and matrices that would not get small enough are
+    sent uncompressed.
 
     Args:
         rank: Rank of the approximation; or a function of a parameter's name and its (rows, columns)
-            on this rank, 0 for one that is to travel as it is. It must be the same on all replicas.
+            on this rank, which returns 0 for a parameter to send uncompressed. It must be the same
+            on all replicas.
         start_after: Number of first reductions that are not compressed (torch's
-            ``start_powerSGD_iter``): gradients change most in the beginning.
-        min_compression_rate: Least rate: a matrix is compressed if that sends at least so many
-            times fewer numbers.
-        use_error_feedback: Whether to add what was left out to the next gradient.
-        warm_start: Whether to begin with the last step's factors; else with random ones.
+            ``start_powerSGD_iter``), because gradients change most at the start of training.
+        min_compression_rate: Least rate: a matrix is compressed only if that sends at least this
+            many times fewer numbers.
+        use_error_feedback: Whether to add the approximation error to the next gradient.
+        warm_start: Whether to begin with the last step's factors; otherwise random ones.
         seed: Seed of the random factors.
 
-    Cost: of each reduction three all-reduces instead of one: of what is not compressed, in
-    `reduce_dtype`; of ``rank * rows`` and of ``rank * columns`` numbers, in fp32 or wider. Memory:
-    one shard in fp32 with error feedback, one more with a GradScaler (`set_loss_scale`), and one
-    more while it runs for gradients in 16 bits; two QR decompositions.
+    Cost: each reduction takes three all-reduces instead of one: of the uncompressed part, in
+    `reduce_dtype`; and of ``rank * rows`` and of ``rank * columns`` numbers, in fp32 or wider.
+    Memory: one shard in fp32 with error feedback; one more with a GradScaler (`set_loss_scale`);
+    one more during the reduction of 16-bit gradients; and two QR decompositions.
     Source: Vogels et al. 2019, arXiv:1905.13727.
 
-    The error of a parameter that no rank used in a backward stays as it was. A gradient that is not
-    finite stays so, and the errors of its bucket stay as they were. Tell a loss scale by
-    `set_loss_scale`: without it, the scale must be constant.
+    If no rank used a parameter in a backward, its error stays unchanged. A gradient that is not
+    finite stays so, and the errors of its bucket stay unchanged. Pass a loss scale to
+    `set_loss_scale`; without that call, the scale must be constant.
     """
 
     def __init__(
@@ -407,10 +410,10 @@ class PowerSGD:
         self._has_begun = False
 
     def bind(self, groups: Sequence[ParamGroup]) -> None:
-        """Belong to these groups: `compress_gradients` says so.
+        """Bind this object to the groups of a model; `compress_gradients` calls it.
 
         Raises:
-            StateError: It belongs to another model.
+            StateError: It is bound to another model.
         """
         if self._groups and self._groups != list(groups):
             msg = (
@@ -423,22 +426,23 @@ class PowerSGD:
     # --- loss scale, skipped steps ---
 
     def set_loss_scale(self, scale: float | torch.amp.GradScaler) -> None:
-        """Say what the loss is multiplied by. On all ranks alike, before the first backward.
+        """Set the loss scale, on all ranks alike, before the first backward.
 
         Errors are kept in units of the unscaled gradient, so that the scale may change. When a
-        GradScaler has skipped a step, errors become what they were before that step, that is,
-        before all backwards since the last ``scaler.update()``. A scale that got lower tells so.
+        GradScaler has skipped a step, the errors are restored to their values before that step,
+        that is, before all backwards since the last ``scaler.update()``. A smaller scale shows that
+        a step was skipped.
 
         Args:
-            scale: The GradScaler, once: it is asked in every backward. Or a number, before the next
-                backward, each time that it changes; after a step that you skip yourself, call
-                `drop_errors`.
+            scale: The GradScaler, passed once: every backward reads it. Or a number, passed before
+                the next backward each time that it changes. After a step that you skip yourself,
+                call `drop_errors`.
 
         Raises:
-            StateError: It is neither a GradScaler nor a finite number above 0.
+            StateError: `scale` is neither a GradScaler nor a finite number above 0.
 
-        Cost: with a GradScaler the host waits once in each backward for the device, if the scale is
-            on one; one more shard in fp32.
+        Cost: with a GradScaler, the host waits once in each backward for the device, if the scale
+        is on one; and one more shard in fp32.
         """
         self._scale = LossScale(scale)
         self._has_begun = False
@@ -446,13 +450,13 @@ class PowerSGD:
             state.error_before = state.seconds_before = None
 
     def drop_errors(self) -> None:
-        """Forget what was left out so far. On all ranks alike; factors and iterations stay."""
+        """Drop the errors so far, on all ranks alike; factors and iterations stay."""
         for state in self._states.values():
             state.error = state.error_before = state.seconds_before = None
             state.sent.clear()
 
     def _read_scale(self) -> None:
-        """Read the loss scale, and undo a step that was skipped since."""
+        """Read the loss scale, and undo a step that was skipped since the last time."""
         event = self._scale.read()
         if event != "same":
             for state in self._states.values():
@@ -471,7 +475,7 @@ class PowerSGD:
         if state.iteration > self._start_after and tensor.is_floating_point():
             matrices = find_matrices(pieces, self._rank, self._min_rate)
         if pieces[0].name not in self._wires:
-            # In what gradients cross the axis where they are not compressed.
+            # The dtypes of gradients that cross the axis uncompressed.
             self._wires = {b.entries[0].name: b.plan.reduce_dtype for b in self._buckets()}
         dtype = self._wires.get(pieces[0].name, tensor.dtype)
         _sum_parts(rest_of(matrices, tensor), axis, dtype)
@@ -480,8 +484,8 @@ class PowerSGD:
 
     @torch.no_grad()
     def settle_unused(self, pieces: Sequence[GradientPiece], unused: Collection[str]) -> None:
-        """Take back what was sent of parameters that no rank used; see `AllReduce`."""
-        self._has_begun = False  # The next backward reads it.
+        """Take back what was sent for parameters that no rank used; see `AllReduce`."""
+        self._has_begun = False  # The next backward reads the scale.
         state = self._states.get(pieces[0].name)
         if state is not None:
             state.settle(unused)
@@ -494,7 +498,7 @@ class PowerSGD:
         axis: SumAxis,
         unit: float,
     ) -> None:
-        if not self._has_begun:  # Once in a backward; each time if `settle_unused` does not come.
+        if not self._has_begun:  # Once in a backward; every time if nothing calls `settle_unused`.
             self._has_begun = any(g.settings.comm.all_reduce is self for g in self._groups)
             self._read_scale()
         dtype = torch.promote_types(tensor.dtype, torch.float32)
@@ -521,14 +525,14 @@ class PowerSGD:
                 old.copy_(torch.where(is_finite, left_out, old))
             if self._warm_start:
                 state.seconds[matrix.name] = torch.where(is_finite, second, start)
-            if self._has_begun:  # Where it is not finite, nothing was taken from the error.
+            if self._has_begun:  # If not finite, the error did not change.
                 share = unit / scale / axis.size
                 finite = [part.masked_fill(~is_finite, 0.0) for part in (first, second)]
                 state.sent.append(Sent(matrix, start, finite[0], finite[1], share))
             matrix.view(tensor).copy_(approximation)
 
     def _start(self, state: BucketState, matrix: Matrix, like: Tensor) -> Tensor:
-        """Return the second factor that a step begins with."""
+        """Return the second factor with which a step begins."""
         known = state.seconds.get(matrix.name) if self._warm_start else None
         if known is not None and known.shape == (matrix.columns, matrix.rank):
             same = known.device == like.device and known.dtype == like.dtype
@@ -539,18 +543,18 @@ class PowerSGD:
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training goes on from, for `shardkit.checkpoint.save`. Collective.
+        """Return the state to continue from, for `shardkit.checkpoint.save`. Collective.
 
-        ``error`` has, sharded as the parameters, the sum over the replicas of what was left out:
-        the steps to come depend on nothing else of it, since all sums are linear. So it loads on
+        ``error`` is the sum over the replicas of the approximation errors, sharded like the
+        parameters. Later steps depend only on this sum, since all sums are linear, so it loads on
         any mesh. It is in units of the unscaled gradient (`set_loss_scale`). ``second_factors`` are
         those of every rank of the shard axis.
 
         Raises:
-            StateError: It belongs to no model.
+            StateError: It is bound to no model.
 
-        Cost: with error feedback one all-reduce per bucket over the replicate axis; one exchange
-            of the factors for each shard axis. Memory: one shard in fp32.
+        Cost: with error feedback, one all-reduce per bucket over the replicate axis; and for each
+        shard axis, one exchange of the factors. Memory: one shard in fp32.
         """
         self._check_bound()
         if self._scale.may_skip:
@@ -595,14 +599,14 @@ class PowerSGD:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, maybe on another mesh. On all ranks alike.
+        """Continue from the dict of `state_dict`, maybe on another mesh; on all ranks alike.
 
-        Replicas share the error evenly. On another number of shards, steps begin with factors of
-        one of the saved ones: every start is valid.
+        Replicas share the error evenly. With another number of shards, steps begin with the factors
+        of one of the saved shards: every start is valid.
 
         Raises:
-            StateError: It belongs to no model.
-            CheckpointError: Errors of parameters are missing or of other shapes, or are of
+            StateError: It is bound to no model.
+            CheckpointError: Errors of parameters are missing or have other shapes, or belong to
                 parameters that are not compressed here.
         """
         self._check_bound()
@@ -625,7 +629,7 @@ class PowerSGD:
         self._has_begun = False
 
     def _cut_error(self, bucket: Bucket, saved: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's part of the error, laid out as the shard."""
+        """Return this rank's part of the error, in the layout of the shard."""
         store, plan = bucket.store, bucket.plan
         assert plan.replicate_axis is not None
         dtype = torch.promote_types(plan.reduce_dtype, torch.float32)
@@ -641,7 +645,7 @@ class PowerSGD:
         return result.div_(plan.replicate_axis.size)
 
     def _buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets whose gradients come here."""
+        """Yield the buckets whose gradients this object sums."""
         for group in self._groups:
             for gradients in group.gradients.buckets:
                 bucket = gradients.bucket
@@ -658,12 +662,12 @@ class PowerSGD:
 
 
 def _with_matrices(bucket: Bucket) -> Iterator[tuple[int, ParamEntry]]:
-    """Yield the parameters that may be compressed, and their positions."""
+    """Yield the parameters that may be compressed, each with its position."""
     return ((i, entry) for i, entry in enumerate(bucket.entries) if entry.param.ndim > 1)
 
 
 def _sum_parts(parts: Sequence[Tensor], axis: SumAxis, dtype: torch.dtype) -> None:
-    """Sum what is not compressed, sent as one, in `dtype` where that is narrower."""
+    """Sum the uncompressed parts, sent as one tensor, in `dtype` if that is narrower."""
     if not parts:
         return
     flat = parts[0] if len(parts) == 1 else torch.cat(list(parts))

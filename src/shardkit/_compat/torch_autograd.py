@@ -1,4 +1,4 @@
-"""Private names of torch about backward, hooks on gradients, and steps of optimizers.
+"""Private names of torch for backward, hooks on gradients, and steps of optimizers.
 
 No branch on torch's version.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def wrap_engine(chosen: Callable[..., Any]) -> None:
     """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
 
-    It gets the engine's function and its arguments. Those of a backward for all are not looked at.
+    It gets the engine's function and its arguments. A backward for all tensors bypasses it.
     """
     autograd: Any = torch.autograd
     original = autograd._engine_run_backward
-    position = 3  # Of `inputs`, behind the outputs, in torch 2.9 to 2.13.
+    position = 3  # Position of `inputs` after the outputs, in torch 2.9 to 2.13.
 
     @functools.wraps(original)
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +48,12 @@ def in_backward() -> bool:
 
 
 def in_user_function() -> bool:
-    """Whether forward or backward of a user's `autograd.Function` runs.
+    """Whether the forward or backward of a user's `autograd.Function` runs.
 
-    Such a forward turns forward-mode gradients off, as nothing but inference mode does; the node of
-    a backward says whose it is. In reentrant checkpointing modules run in such a forward; in its
-    backward a whole backward runs, to the steps of optimizers, so that one is not meant.
+    Such a forward turns forward-mode gradients off, as only inference mode does otherwise. A
+    backward is recognized by the class of its node. Reentrant checkpointing is such a function,
+    too: modules run in its forward. Its backward does not count, because it runs a whole backward,
+    including the steps of optimizers.
     """
     if not torch._C._is_fwd_grad_enabled():
         return not torch.is_inference_mode_enabled()
@@ -63,7 +64,7 @@ def in_user_function() -> bool:
 
 
 def register_foreach_class(cls: type[Tensor]) -> None:
-    """Let optimizers and `clip_grad_norm_` take their foreach path for `cls`, as for DTensor."""
+    """Make optimizers and `clip_grad_norm_` use their foreach path for `cls`, as for DTensor."""
     lists: tuple[list[Any], ...] = (
         _torch_optimizer._foreach_supported_types,
         _foreach_utils._foreach_supported_types,
@@ -74,9 +75,10 @@ def register_foreach_class(cls: type[Tensor]) -> None:
 
 
 def after_unscaling(hook: Callable[[torch.optim.Optimizer, dict[Any, Tensor]], None]) -> None:
-    """Call `hook` after a stock gradient scaler has looked at the gradients of an optimizer.
+    """Call `hook` after a stock gradient scaler has checked the gradients of an optimizer.
 
-    With its numbers by device that are not zero if one is not finite; there is no public way.
+    It gets the scaler's number of each device, which is not zero if a gradient is not finite. There
+    is no public way.
     """
     scaler: Any = torch.amp.GradScaler
     original = scaler._unscale_grads_
@@ -93,7 +95,7 @@ def after_unscaling(hook: Callable[[torch.optim.Optimizer, dict[Any, Tensor]], N
 def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Take a step of an optimizer inside of another one's step, whose hooks have been called.
 
-    Torch calls hooks of all optimizers before the step of each. Those of this one are called.
+    Torch calls the global hooks before the step of each optimizer. The optimizer's own hooks run.
     """
     step = type(optimizer).step
     has_own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -103,14 +105,14 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def note_step(optimizer: Any, *_: object) -> None:
-    """Let learning rate schedules know that an optimizer has stepped, though another one did."""
+    """Tell learning rate schedules that an optimizer has stepped, although another one did."""
     optimizer._opt_called = True
 
 
 def share_optimizer_hooks(optimizer: Any, other: Any) -> None:
-    """Let `other` run the hooks of an optimizer, also those that are registered or removed later.
+    """Make `other` run the hooks of an optimizer, also those registered or removed later.
 
-    Torch 2.9 to 2.13 keep six dicts of them.
+    Torch 2.9 to 2.13 keep six dicts of hooks.
     """
     for name, hooks in vars(optimizer).items():
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
@@ -118,14 +120,14 @@ def share_optimizer_hooks(optimizer: Any, other: Any) -> None:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether somebody decides how tensors are saved for backward; nothing public tells."""
+    """Whether hooks decide how tensors are saved for backward; there is no public way to ask."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def add_first_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Register a hook on a tensor's gradient that runs before those of users.
 
-    `swap_tensors` leaves the list of a leaf's hooks behind, and torch looks no more into it.
+    `swap_tensors` leaves the hooks of a leaf behind, and torch does not look into them any more.
     """
     handle = tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
@@ -135,18 +137,18 @@ def add_first_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> N
 
 
 def tensor_hooks(tensor: Tensor) -> Any:
-    """Return the list of hooks on a tensor's gradient, by number; None: there has been none."""
+    """Return the list of hooks on a tensor's gradient, by number; None: there was never one."""
     return tensor._backward_hooks
 
 
 def share_hooks(tensor: Tensor, hooks: Any) -> None:
-    """Let a leaf have a list of hooks: another tensor's, or its own that torch does not see."""
+    """Give a leaf a list of hooks: another tensor's, or its own that torch does not see."""
     tensor._backward_hooks = hooks
 
 
 def has_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
     """Whether users have post-accumulate-grad hooks on any of the parameters."""
-    # A list: a generator takes longer, for each bucket of a step.
+    # A list, because a generator takes longer, for each bucket of a step.
     return any([getattr(param, "_post_accumulate_grad_hooks", None) for param in params])  # noqa: C419
 
 

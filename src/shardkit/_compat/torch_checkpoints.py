@@ -1,4 +1,4 @@
-"""Private names of torch about checkpoints and state dicts, whose modules take long to import.
+"""Private names of torch for checkpoints and state dicts, whose modules take long to import.
 
 | branch | until which torch |
 | --- | --- |
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module right after it was imported, once; see `when_imported`."""
+    """Calls a function with a module right after its import, once; see `when_imported`."""
 
     def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
         self._name = name
@@ -33,9 +33,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._is_asking = False
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
-        """Let others find the module; add the call to what loads it.
+        """Let other finders find the module; add the call to its loader.
 
-        Who only asks whether the module is there, by ``importlib.util.find_spec``, loads nothing.
+        A search by ``importlib.util.find_spec`` loads nothing, so it does not call the function.
         """
         del path, target
         if fullname != self._name or self._is_asking:
@@ -47,7 +47,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._is_asking = False
         loader: Any = spec.loader if spec is not None else None
         if loader is None:
-            sys.meta_path.remove(self)  # It is not there.
+            sys.meta_path.remove(self)  # There is no such module.
         else:
             execute = loader.exec_module
 
@@ -64,7 +64,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def when_imported(name: str, then: Callable[[types.ModuleType], None]) -> AfterImport:
-    """Call a function with a module: now if it is imported, else right after that."""
+    """Call a function with a module: now if it is imported, otherwise right after its import."""
     finder = AfterImport(name, then)
     if name in sys.modules:
         then(sys.modules[name])
@@ -74,10 +74,10 @@ def when_imported(name: str, then: Callable[[types.ModuleType], None]) -> AfterI
 
 
 def dcp_storage_info() -> Any:
-    """Return the record of where an entry of a checkpoint is stored: part of every `.metadata`.
+    """Return the class that records where an entry is stored, which is part of every `.metadata`.
 
-    Like `dcp_memory_format` a function: torch.distributed.checkpoint takes as long to import as
-    torch.
+    It is a function, like `dcp_memory_format`, because torch.distributed.checkpoint takes as long
+    to import as torch.
     """
     from torch.distributed.checkpoint import filesystem  # noqa: TID251 - a record
 
@@ -85,7 +85,7 @@ def dcp_storage_info() -> Any:
 
 
 def dcp_memory_format() -> Any:
-    """Return the enum of memory formats that stands in every `.metadata`."""
+    """Return the enum of memory formats that is in every `.metadata`."""
     from torch.distributed.checkpoint import metadata  # noqa: TID251 - a record
 
     return metadata._MEM_FORMAT_ENCODING
@@ -107,16 +107,16 @@ _PUBLIC_STATE_DICT_FUNCTIONS = (
 )
 
 HelperWrapper = Any
-"""``wrapper(original, *args, **kwargs)``: what to call instead of a helper of torch."""
+"""``wrapper(original, *args, **kwargs)``: a function to call instead of a helper of torch."""
 
 
 def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
-    """Let torch's functions for full state dicts call `wrappers` in the place of their helpers.
+    """Make torch's functions for full state dicts call `wrappers` in place of their helpers.
 
-    They ask ``isinstance(value, DTensor)`` and have no way to learn of other sharded tensors. Both
-    modules take long to import, so it is done when they are. Helpers by these names and arguments
-    are in torch 2.9.0 to 2.13.0. Where one is missing, the public functions refuse a full state
-    dict of a sharded model, instead of returning pieces as whole tensors.
+    The helpers ask ``isinstance(value, DTensor)`` and cannot recognize other sharded tensors. Both
+    modules take long to import, so they are wrapped at their import. Helpers with these names and
+    arguments are in torch 2.9.0 to 2.13.0. If one is missing, the public functions refuse a full
+    state dict of a sharded model, instead of returning pieces as whole tensors.
     """
 
     def wrap(module: types.ModuleType) -> None:
@@ -141,11 +141,11 @@ ASK_THE_CLASS = (
     ("torch.distributed.pipelining._utils", "extract_tensor_meta"),
     ("torch._dynamo.variables.builder.VariableBuilder", "wrap_tensor"),
 )
-"""Functions of torch that need the class which a tensor has; torch 2.9.0 to 2.13.0.
+"""Functions of torch that need a tensor's actual class; torch 2.9.0 to 2.13.0.
 
-They read a DTensor's own fields of what answers ``isinstance(value, DTensor)``, make DTensors of
-rows for it, or give its class to another tensor. A module, or a class in one, and a name each; a
-version of torch may lack some.
+They read fields of DTensor if ``isinstance(value, DTensor)`` is true, make DTensors of rows for the
+value, or give its class to another tensor. Each entry has a module, or a class in one, and a name.
+A version of torch may lack some.
 """
 
 
@@ -159,11 +159,12 @@ def _wrapped(original: Any, wrapper: HelperWrapper) -> Any:
 
 
 def write_boxes_apart() -> None:
-    """Let torch's writer of safetensors keep all boxes that a rank has of a tensor.
+    """Make torch's writer of safetensors keep all boxes that a rank has of a tensor.
 
     Its files have one entry for each name. A piece that begins or ends inside a row is several
-    boxes, of which the last one alone would stay. So each goes into a file of its own, which torch
-    consolidates as those of other ranks. Torch's class and arguments are those of 2.9.0 to 2.13.0.
+    boxes, of which only the last one would stay. So each box goes into its own file, which torch
+    consolidates like those of other ranks. Torch's class and arguments are those of 2.9.0 to
+    2.13.0.
     """
 
     def wrap(module: types.ModuleType) -> None:

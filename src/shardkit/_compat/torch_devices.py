@@ -1,4 +1,4 @@
-"""Private names of torch about devices: captures of graphs, profilers, modules of devices.
+"""Private names of torch for devices: captures of graphs, profilers, modules of devices.
 
 | branch | until which torch |
 | --- | --- |
@@ -32,10 +32,10 @@ _num_captures = 0
 
 @contextlib.contextmanager
 def unless_capturing() -> Iterator[bool]:
-    """Give whether no CUDA graph is being captured; none begins while the context is open.
+    """Yield whether no CUDA graph is being captured; no capture begins inside the context.
 
-    A thread that asks for an event makes a capture of another thread fail. Torch (2.9 to 2.13)
-    tells each thread of its own stream only.
+    If a thread queries an event, the capture of another thread fails. Torch (2.9 to 2.13) only
+    reports the capture of a thread's own stream.
     """
     _note_captures()
     with _capturing:
@@ -49,7 +49,7 @@ def _note_captures() -> None:
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        global _num_captures  # noqa: PLW0603 - of the process, as captures are
+        global _num_captures  # noqa: PLW0603 - it is per process, like captures
         with _capturing:
             _num_captures += 1
         try:
@@ -74,18 +74,18 @@ def _note_captures() -> None:
 def end_broken_capture(index: int, pool: Any) -> None:
     """Undo what torch leaves of a capture whose end raised.
 
-    Torch (2.9 to 2.13) goes on to count allocations for the graph, keeps its memory, and the
-    generator of random numbers believes that it is captured: no number can be drawn.
+    Torch (2.9 to 2.13) continues to count allocations for the graph, and keeps its memory. The
+    random number generator still counts as captured, so that no number can be drawn.
 
     Args:
         index: Number of the CUDA device.
         pool: Memory pool of the graph.
     """
-    # They raise if torch has done it: then something else raised, and the capture has ended.
+    # They raise if torch has done this: then something else raised, and the capture has ended.
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
-    # The end of a capture that is whole tells the generator; its numbers stay where they are.
+    # The end of a complete capture resets the generator; its numbers stay where they are.
     with torch.cuda.device(index):
         number = torch.zeros(1, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
@@ -93,7 +93,7 @@ def end_broken_capture(index: int, pool: Any) -> None:
 
 
 def register_device_module(name: str) -> None:
-    """Give torch a module of a device type, for functions that look for one: checkpoint does.
+    """Give torch a module for a device type, which functions such as checkpoint look for.
 
     torch_xla 2.9.0 registers none.
     """

@@ -1,4 +1,4 @@
-"""Private names of FSDP2: what it says of parameters, and what torch's pipelines ask of it.
+"""Private names of FSDP2: its data about parameters, and the hooks that torch's pipelines use.
 
 | branch | until which torch |
 | --- | --- |
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class MeshInfo(NamedTuple):
-    """What FSDP2's ``ShardPlacementResult`` says of a parameter.
+    """The content of FSDP2's ``ShardPlacementResult`` for a parameter.
 
     Attributes:
         placement: The ``Shard(dim)``; None: any dim.
         mesh: Mesh of torch or of shardkit.
-        shard_dim: Axis of the mesh that it is sharded over; None: it is not.
-        replicate_dim: Axis that it is replicated over; None: it is not.
-        spmd_mesh: Mesh of the DTensor that it is, of which `mesh` is a part; None: no part of it.
-        dims: Names of the axes of `spmd_mesh` that make up `mesh`: a ``DataParallelMeshDims``.
+        shard_dim: Axis of the mesh over which it is sharded; None: it is not.
+        replicate_dim: Axis over which it is replicated; None: it is not.
+        spmd_mesh: Mesh of the DTensor, if the parameter is one, of which `mesh` is a part; or None.
+        dims: Names of the axes of `spmd_mesh` that form `mesh`: a ``DataParallelMeshDims``.
     """
 
     placement: Any
@@ -43,9 +43,9 @@ class MeshInfo(NamedTuple):
 
 
 def mesh_info_of(answer: Any) -> MeshInfo | None:
-    """Read a ``ShardPlacementResult``; None of what is another thing.
+    """Read a ``ShardPlacementResult``; return None for anything else.
 
-    The class, and those of the mesh infos in it, are in a private module of torch 2.13 only:
+    The class, and the classes of its mesh infos, exist only in torch 2.13, in a private module:
     ``torch.distributed.fsdp._fully_shard._fsdp_common``.
     """
     info = getattr(answer, "mesh_info", None)
@@ -62,9 +62,9 @@ def mesh_info_of(answer: Any) -> MeshInfo | None:
 
 
 def symmetric_kinds(device_type: str) -> list[Any]:
-    """Return FSDP2's classes of collectives out of symmetric memory: all-gather, reduce-scatter.
+    """Return FSDP2's classes of collectives on symmetric memory: all-gather, reduce-scatter.
 
-    From torch 2.12 on; none at all for other devices than CUDA's.
+    They exist from torch 2.12 on; devices other than CUDA's have none.
     """
     if device_type != "cuda":
         return []
@@ -77,10 +77,10 @@ def symmetric_kinds(device_type: str) -> list[Any]:
 
 
 class SymmetricComm:
-    """FSDP2's collective of one kind, over whichever group it is called with. Not tried on a card.
+    """FSDP2's collective of one kind, over the group of each call. Not tested on a card.
 
-    FSDP2 makes it for one group, whose communicator a barrier makes ready. Here that is done for
-    `group` at once, and for others (neighbours, separate reductions) with their first call.
+    FSDP2 makes it for one group, and a barrier sets up its communicator. Here this is done for
+    `group` at once, and for other groups (adjacent ranks, separate reductions) in their first call.
     """
 
     def __init__(self, kind: Any, group: Any, backend: str) -> None:
@@ -88,12 +88,12 @@ class SymmetricComm:
         self.allocate = self._over(group).allocate
 
     def __call__(self, *, group: Any, **options: Any) -> Any:
-        """Start it."""
+        """Start the collective."""
         return self._over(group)(group=group, **options)
 
 
 def _contract() -> Any:
-    # From the list of modules: the package has a function of this module's name as well.
+    # From sys.modules, since the package also has a function with this module's name.
     importlib.import_module("torch.distributed._composable.contract")
     return sys.modules["torch.distributed._composable.contract"]
 
@@ -115,7 +115,7 @@ def is_sharded_by_torch(module: torch.nn.Module) -> bool:
 
 
 def note_fully_sharded(cls: type) -> None:
-    """Have torch's composable functions, `replicate` for one, leave modules of a class alone."""
+    """Make torch's composable functions, such as `replicate`, ignore modules of a class."""
     key: str = _contract().REGISTRY_KEY
 
     def noted(module: Any) -> dict[str, Any]:
@@ -125,10 +125,10 @@ def note_fully_sharded(cls: type) -> None:
 
 
 class StageState:
-    """Stands for FSDP2's state of a module, which torch's `PipelineStage` asks for one thing.
+    """Replaces FSDP2's state of a module, of which torch's `PipelineStage` needs one thing.
 
-    At the end of a step it has each group of the state reduce, and then the state end a backward.
-    Here the end does all of it.
+    At the end of a step it has each group of the state reduce, and then has the state end a
+    backward. Here that last call does all of it.
     """
 
     def __init__(self, finish_step: Callable[[], None]) -> None:
@@ -138,7 +138,7 @@ class StageState:
 
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard"
-"""Not the package, whose names `install` replaces."""
+"""The module itself, since `install` replaces names of the package."""
 
 
 def _fsdp2() -> Any:
@@ -147,16 +147,16 @@ def _fsdp2() -> Any:
 
 @functools.cache
 def stage_class() -> type:
-    """Return a class whose modules torch's pipelines unshard, reshard and reduce as FSDP2's.
+    """Return a class whose modules torch's pipelines unshard, reshard and reduce like FSDP2's.
 
-    The import costs nothing where there is an optimizer: torch makes it with the first one.
+    The import costs nothing if there is an optimizer: torch imports it with the first one.
     """
     fsdp2_class: Any = _fsdp2().FSDPModule
 
     class Stage(fsdp2_class):  # type: ignore[misc]
-        """What torch's pipelines and other packages take for FSDP2's; the methods are shardkit's.
+        """A base by which torch's pipelines and other packages recognize FSDP2's modules.
 
-        It is the last base of a sharded module's class.
+        The methods are shardkit's: this is the last base of a sharded module's class.
         """
 
         def _get_fsdp_state(self) -> Any:
@@ -170,19 +170,19 @@ def stage_class() -> type:
 
 
 def note_stage(module: torch.nn.Module, finish_step: Callable[[], None]) -> None:
-    """Have torch's pipelines call a bound method at the end of a step of a sharded stage."""
+    """Make torch's pipelines call a bound method at the end of a step of a sharded stage."""
     contract = _contract()
     states = module.__dict__.setdefault(contract.STATE_KEY, {})
     states[_fsdp2().fully_shard.__wrapped__] = StageState(finish_step)
 
 
 def goes_to_inputs_of_stage(frame: types.FrameType | None) -> bool:
-    """Whether torch's pipelines run the engine for a stage's inputs, and for its weights later.
+    """Whether torch's pipelines run the engine for a stage's inputs, and later for its weights.
 
     Args:
-        frame: Frame of what `wrap_engine` calls.
+        frame: Frame of the function that `wrap_engine` calls.
     """
-    for _ in range(4):  # The wrapper, `autograd.grad` and, in newer torch, one more lie between.
+    for _ in range(4):  # With the wrapper, `autograd.grad`, and in newer torch one more.
         frame = frame.f_back if frame is not None else None
         if frame is not None and frame.f_code.co_name == "stage_backward_input":
             return True

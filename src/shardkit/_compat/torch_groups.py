@@ -1,4 +1,4 @@
-"""Private names of torch about process groups, and of DTensors that lie over them.
+"""Private names of torch for process groups, and for DTensors over them.
 
 | branch | until which torch |
 | --- | --- |
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def named_group(name: str) -> Iterator[None]:
-    """Let the process group that this thread makes by local synchronization have this name.
+    """Give a name to the process group that this thread makes by local synchronization.
 
-    Torch names it by its ranks and by the number of groups that the process is in. That differs
-    between ranks of which one is in another group as well: each then waits for the others under a
-    name of its own. A torch without the function that is wrapped here names its groups itself.
+    Torch names such a group by its ranks and by the number of groups that the process is in. That
+    number differs between ranks if one of them is also in another group; each rank then waits for
+    the others under a different name. If torch lacks the function that is wrapped here, its own
+    names stay.
     """
     _wrap_naming()
     _group_names.name = name
@@ -53,7 +54,7 @@ def _wrap_naming() -> None:
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """Return what a functional collective returned when it is there; others as they are."""
+    """Wait for the result of a functional collective and return it; return others unchanged."""
     from torch.distributed import _functional_collectives  # noqa: TID251 - DTensors only
 
     if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
@@ -63,12 +64,12 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def set_local_tensor(dtensor: Any, local: Tensor) -> None:
-    """Exchange the memory of a DTensor that nobody shall use any more."""
+    """Replace the memory of a DTensor that no code may use any more."""
     dtensor._local_tensor = local
 
 
 def root_mesh(mesh: Any) -> Any:
-    """Return the torch mesh that a torch mesh is a part of, or itself."""
+    """Return the torch mesh of which a torch mesh is a part, or the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # noqa: TID251 - torch < 2.10
@@ -77,9 +78,9 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def nccl_flight_record() -> str | None:
-    """Return torch's record of NCCL collectives that are not done, in JSON; None: it has none."""
+    """Return torch's record of unfinished NCCL collectives, in JSON; None: there is no record."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    if dump is None:  # A build without NCCL.
+    if dump is None:  # Torch was built without NCCL.
         return None
     found: bytes = dump(includeCollectives=True, onlyActive=True)
     return found.decode()
@@ -93,15 +94,16 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
 
 
 def group_named(name: str) -> Any:
-    """Return the process group of a name, which operators of DTensors have."""
+    """Return the process group with a name; operators of DTensors have only the name."""
     resolve: Any = getattr(c10d, "_resolve_process_group")  # noqa: B009 - typed in some versions
     return resolve(name)
 
 
 def forget_dtensor_meshes() -> None:
-    """Have operators on DTensors not return meshes of a world that has ended; no public way.
+    """Prevent operators on DTensors from returning meshes of a destroyed default group.
 
-    torch remembers the placements of results, with their mesh, by those of the inputs.
+    Torch caches the placements of results, with their mesh, by the inputs' placements. There is no
+    public way to clear the cache.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -115,7 +117,7 @@ def forget_dtensor_meshes() -> None:
 
 
 def default_store() -> Any:
-    """Return the store of the default process group: ranks that wait for each other meet there."""
+    """Return the store of the default process group, which ranks use to wait for each other."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251
 
 
@@ -125,10 +127,10 @@ def ranks_are_threads() -> bool:
 
 
 def separate_attempts() -> None:
-    """Keep the ranks that torchrun starts again from names that those before them left.
+    """Keep ranks that torchrun has restarted apart from the names that earlier ranks left.
 
     With ``--max-restarts`` all attempts share torchrun's store (`_create_c10d_store` of torch 2.9
-    to 2.13 expects a new one), and a rank would wait for the address of one that has died.
+    to 2.13 expects a new one), so a rank would wait for the address of a dead rank.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0":
@@ -148,12 +150,12 @@ def separate_attempts() -> None:
 
 
 def before_threads_end(callback: Callable[[], None]) -> None:
-    """Call `callback` when Python is about to end, while thread pools still take work.
+    """Call `callback` when Python is about to end, while thread pools still accept work.
 
-    Functions of `atexit` come later: pools have been shut down. Theirs is registered here as well
-    (CPython 3.9 to 3.14), and the last one is called first.
+    Functions of `atexit` run later, when pools have been shut down. The function of the pools is
+    registered in the same place (CPython 3.9 to 3.14), and the last one registered runs first.
     """
-    import concurrent.futures.thread  # noqa: F401 - so that its function is there before
+    import concurrent.futures.thread  # noqa: F401 - so that its function is registered before
 
     threading._register_atexit(callback)  # type: ignore[attr-defined]
 
@@ -161,9 +163,10 @@ def before_threads_end(callback: Callable[[], None]) -> None:
 def around_end_of_world(
     before: Callable[[], object] = lambda: None, after: Callable[[], object] = lambda: None
 ) -> None:
-    """Have functions called around a ``dist.destroy_process_group()`` of the default group.
+    """Have functions called around ``dist.destroy_process_group()`` of the default group.
 
-    Torch has no hook for it. Who imported the function by its name before does not come by here.
+    Torch has no hook for it. Code that imported the function by its name before bypasses the
+    wrapper.
     """
     destroy = c10d.destroy_process_group
 
@@ -189,12 +192,12 @@ def process_group_backend(group: Any, device: torch.device) -> Any:
 
 
 def timeout_of(group: Any) -> float | None:
-    """Return the seconds after which gloo ends a wait of a process group; None: it is not known."""
+    """Return the seconds after which gloo ends a wait of a process group; None: unknown."""
     engine = process_group_backend(group, torch.device("cpu"))
     timeout = getattr(getattr(engine, "options", None), "_timeout", None)
     return None if timeout is None else float(timeout.total_seconds())
 
 
 def coalesced(group: Any) -> Any:
-    """Return a context whose all-gathers travel as one collective; no public way in 2.13."""
+    """Return a context whose all-gathers are sent as one collective; no public way in 2.13."""
     return c10d._coalescing_manager(group)

@@ -1,4 +1,4 @@
-"""Private names of torch about modules, and of what wraps or copies them.
+"""Private names of torch for modules, and for what wraps or copies them.
 
 No branch on torch's version.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def is_called_by_ddp(frame: types.FrameType | None) -> bool:
     """Whether a property's `frame` was entered by the constructor of DistributedDataParallel.
 
-    That looks for ``_ddp_params_and_buffers_to_ignore`` before it touches a parameter.
+    The constructor looks for ``_ddp_params_and_buffers_to_ignore`` before it uses a parameter.
     """
     caller = frame.f_back if frame is not None else None
     return (
@@ -30,10 +30,10 @@ def is_called_by_ddp(frame: types.FrameType | None) -> bool:
 
 
 def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
-    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
+    """Drop the weak references that an RNN keeps to its weights; `swap_tensors` refuses them.
 
-    By them its forward sees that weights were replaced, and has cuDNN move those into memory of its
-    own. With None it trusts its list of weights, which `setattr` keeps up to date.
+    From them its forward sees that weights were replaced, and has cuDNN move the weights into its
+    own memory. Without them it trusts its list of weights, which `setattr` keeps up to date.
     """
     module._flat_weight_refs = [None] * len(module._flat_weights_names)
 
@@ -46,7 +46,7 @@ def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
 
 
 def loads_its_own_way(module: torch.nn.Module) -> bool:
-    """Return whether what is loaded into a module passes code of others than torch and shardkit."""
+    """Return whether values loaded into a module pass other code than torch's and shardkit's."""
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     functions = (type(module)._load_from_state_dict, *hooks)
     names = {getattr(each, "__module__", None) or "" for each in functions}
@@ -62,7 +62,7 @@ def in_functional_call(max_frames: int | None = None) -> bool:
     """Whether `torch.func.functional_call`, or the older one, is on the stack.
 
     Args:
-        max_frames: Number of frames that are looked at, from the caller on; None: all.
+        max_frames: Number of frames to look at, from the caller on; None: all.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and max_frames != 0:
@@ -81,33 +81,33 @@ def is_exported(module: torch.nn.Module) -> bool:
 
 
 def computed_name(hook: object) -> str:
-    """Return which attribute an older hook computes: `weight_norm`, `spectral_norm`, pruning."""
+    """Return the attribute that an older hook computes: `weight_norm`, `spectral_norm`, pruning."""
     return str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", ""))
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
+"""Attribute in which `Module.compile` keeps a replacement call, bound to one module: not copied."""
 
 
 def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a function and of all that it calls.
+    """Keep torch.compile out of a function and of all functions that it calls.
 
-    What `torch.compiler.disable` does, but that wraps each call, and imports the compiler at once.
+    `torch.compiler.disable` does the same, but wraps each call and imports the compiler at once.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
-    strategy = frames._FrameExecStrategy(skip, skip)  # Of the function's frame, of those inside.
+    strategy = frames._FrameExecStrategy(skip, skip)  # For the function's frame and for inner ones.
     frames.set_code_exec_strategy(fn.__code__, strategy)
-    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Nor is it inlined by its caller.
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Callers do not inline it.
     fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
     return fn
 
 
 def lambda_of_custom_policy(policy: object) -> Any:
-    """Return the function in FSDP1's `CustomPolicy`, which has no public way to ask it; else None.
+    """Return the function in FSDP1's `CustomPolicy`, which has no public way to ask; else None.
 
-    The attribute is there in torch 2.9.0 and 2.13.0. Without it the policy is no callable, and
-    is refused.
+    The attribute exists in torch 2.9.0 and 2.13.0. Without it the policy is not callable, and is
+    refused.
     """
     module = sys.modules.get("torch.distributed.fsdp.wrap")
     custom = getattr(module, "CustomPolicy", None)

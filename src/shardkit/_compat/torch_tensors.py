@@ -1,4 +1,4 @@
-"""Private names of torch about tensors and operators.
+"""Private names of torch for tensors and operators.
 
 | branch | until which torch |
 | --- | --- |
@@ -25,24 +25,24 @@ OPERATOR_KINDS: tuple[type, ...] = (
     torch._ops.OpOverloadPacket,
     torch._ops.HigherOrderOperator,
 )
-"""What names an operator: `torch.ops.aten.mm.default`, `torch.ops.aten.mm`, `flex_attention`."""
+"""Types of operators: `torch.ops.aten.mm.default`, `torch.ops.aten.mm`, `flex_attention`."""
 
 P = ParamSpec("P")
 
 T = TypeVar("T")
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""torch >= 2.12 can exchange the memory behind two storages (pytorch#177449); older resizes."""
+"""torch >= 2.12 can exchange two storages' memory (pytorch#177449); older ones are resized."""
 
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-"""Tensor subclasses that only want `__torch_dispatch__` skip `__torch_function__` with it."""
+"""Value of `__torch_function__` in tensor subclasses that only need `__torch_dispatch__`."""
 
 plain_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which `__torch_function__` of subclasses is not called."""
 
 
 def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange memory and nbytes of two storages of one device; one of them has none."""
+    """Exchange memory and nbytes of two storages of one device; one of them is empty."""
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
@@ -52,7 +52,7 @@ def in_function_transform() -> bool:
 
 
 def inside_transforms(tensor: Tensor) -> Tensor:
-    """Return the tensor that transforms of `torch.func` have wrapped, or itself."""
+    """Return the tensor inside the wrappers of `torch.func` transforms, or the tensor itself."""
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -60,14 +60,14 @@ def inside_transforms(tensor: Tensor) -> Tensor:
 
 
 def is_batched(tensor: Any) -> bool:
-    """Whether a tensor stands for several: inside of a vmap, torch's older one included."""
+    """Whether a tensor is a batch of tensors inside of a vmap, torch's older vmap included."""
     functorch: Any = torch._C._functorch
     return isinstance(tensor, Tensor) and bool(
         functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
     )
 
 
-# Operators whose names are private, though every optimizer and `model.to` calls them.
+# Operators with private names that every optimizer and `model.to` call.
 copy_to_op = torch.ops.aten._to_copy.default
 
 unsafe_view_op = torch.ops.aten._unsafe_view.default
@@ -82,7 +82,7 @@ unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 propagate_xla_data_op = torch.ops.aten._propagate_xla_data.default
 
-# On lists of tensors, by few kernels on an accelerator.
+# For lists of tensors, with few kernels on an accelerator.
 foreach_norm: Any = torch._foreach_norm
 
 foreach_copy: Any = torch._foreach_copy_
@@ -90,20 +90,20 @@ foreach_copy: Any = torch._foreach_copy_
 foreach_add: Any = torch._foreach_add_
 
 flattened: Any = torch._C._nn.flatten_dense_tensors
-"""Copies tensors of any shapes end to end, without a call for each of them."""
+"""Function that copies tensors of any shapes end to end, in one call."""
 
 make_wrapper: Any = Tensor._make_wrapper_subclass
-"""Makes a tensor of a class with a shape, a dtype and a device, and no memory of its own."""
+"""Function that makes a tensor of a class with shape, dtype and device, but without memory."""
 
 FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
-"""Functions that count operations of floating point, by operator. The public counter is a mode that
-counts all together; each operator's own are wanted here."""
+"""Functions that count floating-point operations, by operator. The public counter is a mode, which
+only counts all operators together."""
 
 
 def track_views(tensor: Tensor) -> Tensor:
-    """Return a tensor whose views follow when it is written, where the device has no storages.
+    """Return a tensor whose views follow its writes, for devices without storages.
 
-    XLA tensors are wrapped so when they are made, but not inside a dispatch (torch 2.9.0).
+    XLA tensors are wrapped in this way when they are made, but not inside a dispatch (torch 2.9.0).
     """
     if is_tracked(tensor) or tensor.device.type != "xla":
         return tensor
@@ -111,12 +111,12 @@ def track_views(tensor: Tensor) -> Tensor:
 
 
 def is_tracked(tensor: Tensor) -> bool:
-    """Whether views of an XLA tensor follow when it is written; see `track_views`."""
+    """Whether views of an XLA tensor follow its writes; see `track_views`."""
     return torch._is_functional_tensor(tensor)
 
 
 def without_tracking(tensor: Tensor) -> Tensor:
-    """Return a tensor as operators must see it inside a dispatch; see `track_views`."""
+    """Return a tensor in the form for operators inside a dispatch; see `track_views`."""
     if tensor.device.type != "xla" or not is_tracked(tensor):
         return tensor
     key = torch._C.DispatchKey.Functionalize
@@ -127,7 +127,7 @@ def without_tracking(tensor: Tensor) -> Tensor:
 
 
 def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function's operators pass by dispatch modes, each of which costs microseconds."""
+    """Make a function's operators skip dispatch modes, each of which costs microseconds."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -138,11 +138,11 @@ def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
-    """Have selective checkpointing and transforms of `torch.func` not see a function's operators.
+    """Hide a function's operators from selective checkpointing and transforms of `torch.func`.
 
-    Selective checkpointing counts the operators of a forward, and finds what it kept by counting
-    those of the repetition. What gathers and frees is not the same in both. Transforms refuse
-    writes to tensors that are not their arguments. Other modes see the operators.
+    Selective checkpointing counts the operators of a forward, and finds its kept outputs by the
+    same count in the recomputation. Gathering and freeing use different operators in the two.
+    Transforms refuse writes to tensors that are not their arguments. Other modes see the operators.
     """
     checkpoint: Any = torch.utils.checkpoint
     selective = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
@@ -150,7 +150,7 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         if in_function_transform():
-            from torch._functorch import pyfunctorch  # It is loaded where a transform runs.
+            from torch._functorch import pyfunctorch  # Already loaded if a transform runs.
 
             with pyfunctorch.temporarily_clear_interpreter_stack():
                 return wrapper(*args, **kwargs)
@@ -170,19 +170,19 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def operator_name(operator: Any) -> str:
-    """Return an operator's name without its overload, a higher-order one's as it is."""
+    """Return an operator's name without its overload; a higher-order operator's own name."""
     packet = getattr(operator, "overloadpacket", operator)
     name: str = getattr(packet, "_qualified_op_name", None) or operator.name()
     return name
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been written; there is no public way to ask."""
+    """Return the number of writes to a tensor so far; there is no public way to ask."""
     return tensor._version
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often tensors have been written."""
+    """Return the numbers of writes to tensors so far."""
     return [tensor._version for tensor in tensors]
 
 
@@ -192,15 +192,15 @@ def preserve_versions(tensors: Sequence[Tensor]) -> Any:
 
 
 def is_mutable_op(func: Any) -> bool:
-    """Whether the operator writes to one of its arguments."""
+    """Whether an operator writes to one of its arguments."""
     return bool(func._schema.is_mutable)
 
 
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, ...], tuple[str, ...]]:
-    """Return which arguments an operator writes: those that it changes, those it only fills.
+    """Return the arguments that an operator changes, and those that it only fills.
 
-    By position, and those that can be given by name only by name (``out=``).
+    They are given by position, and keyword-only arguments by name (``out=``).
     """
     changed: list[int | str] = []
     filled: list[str] = []

@@ -1,5 +1,5 @@
-"""``python -m shardkit doctor``: what is wrong with a machine, or with a group of ranks.
+"""``python -m shardkit doctor`` finds problems of a machine, or of a group of ranks.
 
-`facts` is what the machine and torch say. `rules` turn facts into findings, purely. `command` has
-the steps in which ranks do it together, asks the network between them, and prints.
+`facts` collects facts from the machine and torch. `rules` turns facts into findings, as pure
+functions. `command` has the steps in which ranks act together, and prints the result.
 """

@@ -1,6 +1,6 @@
-"""``python -m shardkit doctor``: what ranks do together, step by step, and what is printed of it.
+"""``python -m shardkit doctor``: the common steps of the ranks, and the printed result.
 
-Ranks come, connect, and time collectives. No step lasts for ever. Needs the extra ``cli``.
+Ranks register, connect, and time collectives. Each step has a time limit. Needs the extra ``cli``.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _ROUNDS = 8
 _NBYTES = 4 * 2**20
 _CHUNK = 2**18
 _IDLE_S = 30.0
-_MOST = 64  # Connections that are answered at a time; others wait in the system's queue.
-# Interfaces of containers and of virtual machines, which other hosts are not meant to reach.
+_MOST = 64  # Simultaneous connections; others wait in the system's queue.
+# Interfaces of containers and virtual machines, which other hosts need not reach.
 _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "podman", "vnet")
 
 
 class Answerer:
-    """Answers other ranks, on all interfaces, until it is closed: the time, or that bytes came."""
+    """Answers other ranks on all interfaces until it is closed: the time, or receipt of bytes."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -73,16 +73,16 @@ class Answerer:
         threading.Thread(target=self._accept, name="shardkit-doctor", daemon=True).start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._socket.close()
 
     def _accept(self) -> None:
         while True:
-            self._free.acquire()  # noqa: SIM115, RUF100 - the connection's thread gives it back
+            self._free.acquire()  # noqa: SIM115, RUF100 - the connection's thread releases it
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return  # Closed.
+                return  # It was closed.
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
@@ -99,7 +99,7 @@ class Answerer:
                             left -= len(_receive(connection, min(left, _CHUNK)))
                     connection.sendall(_ANSWER.pack(self._machine.clock()))
             except OSError:
-                return  # The other one has gone.
+                return  # The other rank has gone.
 
 
 def measure_links(
@@ -107,7 +107,7 @@ def measure_links(
 ) -> list[Link]:
     """Connect to another rank on its primary address, then on its other interfaces.
 
-    Loopback and interfaces of containers count only where they are the primary one.
+    Loopback and interfaces of containers count only if they are the primary one.
     """
     addresses = [target.address]
     if own.host != target.host:
@@ -144,7 +144,7 @@ def _measure(
 
 
 def _ask_clock(machine: Machine, connection: socket.socket) -> tuple[float, float]:
-    """Return the time of the fastest of several messages, and what it says of the clocks.
+    """Return the time of the fastest of several messages, and the clock offset from it.
 
     Source: F. Cristian, Probabilistic clock synchronization, 1989.
     """
@@ -184,7 +184,7 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
 # --- the session ----------------------------------------------------------------------------------
 
 ALONE_VARIABLE = "SHARDKIT_DOCTOR_ALONE"
-"""Set where the command has started the ranks itself."""
+"""Variable that is set if the command has started the ranks itself."""
 
 _POLL_S = 0.05
 _MOST_PARTNERS = 8
@@ -192,7 +192,7 @@ _FIRST, _LINKS, _COLLECTIVES = "come", "links", "collectives"
 
 
 class NoStoreError(Exception):
-    """A rank cannot get to where ranks meet; `finding` says why."""
+    """A rank cannot reach the store where ranks meet; `finding` gives the reason."""
 
     def __init__(self, where: str, **words: str) -> None:
         self.finding = Finding(level="error", where=where, **words)
@@ -217,7 +217,7 @@ def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
 
 
 def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> RunStore:
-    """Return the store by which ranks meet."""
+    """Return the store at which ranks meet."""
     where = f"{place.master_addr}:{place.master_port}"
     host = f"rank {place.rank} on {machine.host_name()}"
     if not machine.addresses_of(place.master_addr):
@@ -249,7 +249,7 @@ def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> RunSto
 
 
 def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, host: str) -> None:
-    """Connect once to where ranks meet, again and again until the time is over."""
+    """Connect once to the place where ranks meet, with retries until the time is over."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -273,9 +273,9 @@ def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, hos
 
 
 class Session:
-    """A rank's part in a checkup, each step of which waits for ranks for some seconds.
+    """A rank's part in a checkup; each step waits a limited time for other ranks.
 
-    Collectives are timed on `device`; None: on the accelerator, if all ranks have one.
+    Collectives are timed on `device`. None: on the accelerator, if all ranks have one.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Session:
         self.checkup = Checkup(place.world_size, where, is_alone=place.is_alone)
 
     def run(self) -> Checkup | None:
-        """Do all steps; return what is known, on rank 0."""
+        """Do all steps; on rank 0 return the results."""
         answerer = Answerer(self._machine)
         try:
             own = facts_of(self._machine, self._place, answerer.port)
@@ -321,7 +321,7 @@ class Session:
     # --- steps ---
 
     def _begin(self, own: RankFacts) -> list[RankFacts] | None:
-        """Wait for all; return what they say. None: not all came, so there is no more to do."""
+        """Wait for all ranks; return their facts, or None if not all ranks came."""
         checkup = self.checkup
         if self._place.rank == 0:
             came = [*self._collect(_FIRST).values()]
@@ -329,7 +329,7 @@ class Session:
             group = [] if checkup.missing else came
             self._store.set("group", json.dumps(group))
         else:
-            # Rank 0 waits as long for others, and may have begun later.
+            # Rank 0 waits just as long for the others, and may have begun later.
             group = json.loads(self._wait("group", 2 * self._timeout_s, own.host))
         return [RankFacts(**facts) for facts in group] or None
 
@@ -338,7 +338,7 @@ class Session:
         steps = range(1, min(world_size, _MOST_PARTNERS + 1))
         partners = dict.fromkeys([(rank + step) % world_size for step in steps])
         if rank != 0:
-            partners.setdefault(0)  # Whose clock counts.
+            partners.setdefault(0)  # Its clock is the reference.
         found: list[Link] = []
         for partner in partners:
             timeout_s = self._timeout_s / (2 * len(partners))
@@ -346,7 +346,7 @@ class Session:
         return found
 
     def _agree_on_collectives(self, group: list[RankFacts]) -> str | None:
-        """Return where collectives are timed; None: they would hang, or are not wanted."""
+        """Return the device type for collectives; None: they would hang, or are not wanted."""
         if self._place.rank != 0:
             word = self._wait("collectives", 3 * self._timeout_s, group[self._place.rank].host)
             return word.decode() or None
@@ -375,7 +375,7 @@ class Session:
             self.checkup.timings += [Timing(**timing) for timing in found]
 
     def _result(self) -> Checkup | None:
-        """End together: a store must not go before others have read what they need."""
+        """End together: the store must not end before others have read what they need."""
         if self._place.rank == 0:
             self._store.set("end", "")
             came = [facts.rank for facts in self.checkup.ranks if facts.rank]
@@ -392,7 +392,7 @@ class Session:
         self._store.set(f"{step}/{self._place.rank}", json.dumps(value))
 
     def _collect(self, step: str) -> dict[int, Any]:
-        """Return what ranks put, of those that did so in time."""
+        """Return the values that ranks have put within the time limit, by rank."""
         keys = [f"{step}/{rank}" for rank in range(self._place.world_size)]
         self._store.await_keys(keys, self._timeout_s)
         missing = set(self._store.missing(keys))
@@ -400,14 +400,14 @@ class Session:
         return {rank: json.loads(self._store.get(key)) for rank, key in there.items()}
 
     def _collect_lists(self, step: str) -> list[Any]:
-        """Return the lists of all ranks as one; note who put none."""
+        """Return the lists of all ranks as one list; note the ranks that put none."""
         answers = self._collect(step)
         if silent := [rank for rank in range(self._place.world_size) if rank not in answers]:
             self.checkup.silent[step] = silent
         return [item for items in answers.values() for item in items]
 
     def _wait(self, key: str, timeout_s: float, host: str) -> bytes:
-        with contextlib.suppress(RuntimeError):  # The store has gone with rank 0.
+        with contextlib.suppress(RuntimeError):  # The store has ended with rank 0.
             if self._store.await_keys([key], timeout_s):
                 return self._store.get(key)
         where = f"rank {self._place.rank} on {host}"
@@ -425,12 +425,12 @@ _MARKS = {"error": "ERROR", "warning": "WARN", "note": "NOTE"}
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
-    """Whether none is an error."""
+    """Whether no finding is an error."""
     return all(finding.level != "error" for finding in findings)
 
 
 def as_json(checkup: Checkup, findings: Sequence[Finding]) -> str:
-    """Return all that is known, for programs."""
+    """Return all results as JSON, for programs."""
     found = {"healthy": is_healthy(findings), "findings": [*map(dataclasses.asdict, findings)]}
     return json.dumps(
         {**found, **dataclasses.asdict(checkup), "missing": checkup.missing}, indent=2
@@ -438,7 +438,7 @@ def as_json(checkup: Checkup, findings: Sequence[Finding]) -> str:
 
 
 def lines_of(checkup: Checkup, findings: Sequence[Finding]) -> list[str]:
-    """Return it as text: hosts, collectives, then findings with their remedies."""
+    """Return the results as text: hosts, collectives, then findings with their remedies."""
     lines = [f"{checkup.world_size} ranks, meeting at {checkup.master}"]
     by_host: dict[str, list[RankFacts]] = {}
     for facts in checkup.ranks:
@@ -516,8 +516,8 @@ def _timing_lines(checkup: Checkup) -> list[str]:
 
 # --- the command ----------------------------------------------------------------------------------
 
-_STEPS = 4  # Each waits for its time at most.
-_START_S = 60.0  # In which processes import torch.
+_STEPS = 4  # Each has the time limit.
+_START_S = 60.0  # Time for processes to import torch.
 _ALONE = 2
 
 
@@ -536,10 +536,10 @@ def doctor_command(
         ),
     ] = None,
 ) -> None:
-    """Check this machine, or a group of ranks, and say what to mend; exit with 1 on errors.
+    """Check this machine, or a group of ranks, and name what to mend; exit with 1 on errors.
 
-    Alone it starts two ranks on this machine. Under a launcher it checks the launcher's group, and
-    rank 0 prints.
+    Without a launcher it starts two ranks on this machine. Under a launcher it checks the
+    launcher's group, and rank 0 prints.
 
     Examples:
         python -m shardkit doctor
@@ -557,7 +557,7 @@ def doctor_command(
 
 
 def _start_ranks(timeout_s: float) -> int:
-    """Start ranks on this host with the same options; return the exit status of the first."""
+    """Start ranks on this host with the same options; return 1 if any of them failed, else 0."""
     common = {
         **os.environ,
         "WORLD_SIZE": str(_ALONE),
@@ -567,7 +567,7 @@ def _start_ranks(timeout_s: float) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         ALONE_VARIABLE: "1",
     }
-    common.setdefault("OMP_NUM_THREADS", "1")  # As torchrun does.
+    common.setdefault("OMP_NUM_THREADS", "1")  # Torchrun does the same.
     command = [sys.executable, "-m", "shardkit", *sys.argv[1:]]
     ranks = [
         subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})  # noqa: S603 - itself
@@ -587,7 +587,7 @@ def _start_ranks(timeout_s: float) -> int:
 
 
 def _check(place: LaunchPlace, timeout_s: float, device: str | None, *, is_json: bool) -> int:
-    """Do a rank's part; return its exit status."""
+    """Do the part of one rank; return its exit status."""
     machine = Machine()
     session: Session | None = None
 
@@ -607,7 +607,7 @@ def _check(place: LaunchPlace, timeout_s: float, device: str | None, *, is_json:
         finally:
             os._exit(1)
 
-    # A backend may wait in a place where no error reaches it.
+    # A backend may wait in a place that no error reaches.
     limit = threading.Timer(_STEPS * timeout_s + 5, give_up)
     limit.daemon = True
     limit.start()

@@ -1,6 +1,6 @@
-"""What is known of ranks, links and collectives; and `Machine`, which is asked for it.
+"""Facts about ranks, links and collectives; and `Machine`, from which they are read.
 
-Tests put machines in its place that are sick.
+Tests replace it with faulty machines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Level = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """A rank's place in the group, as launchers say it."""
+    """A rank's place in the group, from the launcher's variables."""
 
     rank: int
     world_size: int
@@ -49,43 +49,43 @@ class LaunchPlace:
     local_world_size: int
     master_addr: str
     master_port: int
-    # Whether this rank opens the port by which ranks meet. Under torchrun an agent has done so.
+    # Whether this rank opens the port where ranks meet. Under torchrun, an agent does so.
     hosts_store: bool
     is_alone: bool = False  # Whether the command started the ranks itself.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What a rank says of itself and its machine."""
+    """The facts that a rank reports about itself and its machine."""
 
     rank: int
     local_rank: int
     local_world_size: int
     host: str
     pid: int
-    python: str  # Version. So are `torch`, `shardkit`, and `torch_xla`, which may be missing.
+    python: str  # Version; also `torch`, `shardkit`, and `torch_xla`, which may be missing.
     torch: str
     shardkit: str
     torch_xla: str | None
     build: str  # Kind of torch's build: ``"cpu"``, ``"cuda 13.0"``, ``"rocm 6.4"``.
-    backends: list[str]  # Names of torch's backends that are there.
-    device_type: str | None  # Type of the accelerator that torch sees; None: it sees none.
-    devices: list[str]  # Names of those that this rank sees.
+    backends: list[str]  # Names of torch's available backends.
+    device_type: str | None  # Type of the accelerator that torch sees, or None.
+    devices: list[str]  # Names of the devices that this rank sees.
     num_cards: int  # Number of cards (NVIDIA, AMD) that the system has, seen by torch or not.
     host_addresses: list[str]  # Addresses that the name of the host resolves to.
     interfaces: dict[str, str]  # Addresses (IPv4) of network interfaces that are up, by name.
     address: str  # Address of the interface towards rank 0's host.
-    port: int  # Port where it answers others.
+    port: int  # Port where it answers other ranks.
     shm_nbytes: int | None  # Size of shared memory; None: there is none.
     shm_free_nbytes: int | None  # Free part of it.
     # Soft limits: ``memlock`` in bytes, ``nofile``, ``nproc``; None: no limit.
     limits: dict[str, int | None]
     has_infiniband: bool  # Whether there are adapters of InfiniBand or RoCE.
     num_cores: int  # Number of cores that this process may use.
-    num_threads: int  # Number of threads that torch uses in it.
+    num_threads: int  # Number of threads that torch uses in this process.
     environment: dict[str, str]  # Variables that change how ranks communicate.
-    compute_s: float  # Time of a small product of matrices on the host, the best of several.
-    # Names by which devices differ from others of the host; empty: their numbers do.
+    compute_s: float  # Time of a small matrix product on the host, the best of several.
+    # Unique names of the devices on their host; empty: their numbers are unique.
     device_ids: list[str] = field(default_factory=list)
 
 
@@ -97,53 +97,53 @@ class Link:
     target: int  # Rank that answers.
     interface: str  # Interface of the target.
     address: str  # Address of that interface.
-    is_primary: bool  # Whether backends use it, if nothing else is said.
-    error: str | None = None  # Reason why there is none; None: there is one.
-    latency_s: float | None = None  # Time of a message there and back, the best of several.
-    bytes_per_s: float | None = None  # Rate of a few megabytes.
+    is_primary: bool  # Whether backends use it by default.
+    error: str | None = None  # Reason why it failed; None: it did not.
+    latency_s: float | None = None  # Round-trip time of a message, the best of several.
+    bytes_per_s: float | None = None  # Rate for a few megabytes.
     clock_offset_s: float | None = None  # The target's clock minus the source's.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """A collective, as one rank saw it."""
+    """The time of a collective on one rank."""
 
     rank: int
     collective: str
-    nbytes: int  # Size of the tensor of a rank.
-    seconds: float | None  # The median of several; None: it failed.
+    nbytes: int  # Size of a rank's tensor.
+    seconds: float | None  # The median of several calls; None: it failed.
     error: str | None = None  # Reason why it failed.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something to mend, or to know."""
+    """A problem to mend, or a note."""
 
-    check: str  # A short name that stays the same.
-    # ``"error"``: training fails, or is wrong; ``"warning"``: it is slow, or may fail; ``"note"``.
+    check: str  # A short, stable name.
+    # ``"error"``: training fails or is wrong; ``"warning"``: it is slow or may fail; ``"note"``.
     level: Level
     where: str  # Ranks and hosts.
-    what: str  # The fault.
-    remedy: str  # The way to mend it.
+    what: str  # Description of the problem.
+    remedy: str  # Way to mend the problem.
 
 
 @dataclass
 class Checkup:
-    """All that rank 0 knows of the group."""
+    """All that rank 0 knows about the group."""
 
-    world_size: int  # Number of ranks that there should be.
-    master: str  # Host and port by which ranks meet.
-    ranks: list[RankFacts] = field(default_factory=list)  # Facts of those that came.
+    world_size: int  # Expected number of ranks.
+    master: str  # Host and port where ranks meet.
+    ranks: list[RankFacts] = field(default_factory=list)  # Facts of the ranks that came.
     links: list[Link] = field(default_factory=list)  # Connections between them.
     timings: list[Timing] = field(default_factory=list)  # Times of collectives.
-    # Ranks that came, and did not answer in a later step, by the step.
+    # Ranks that came but did not answer in a later step, by the step.
     silent: dict[str, list[int]] = field(default_factory=dict)
-    backend: str | None = None  # Engine of the collectives; None: none were tried.
-    # Whether the command started the ranks itself: there may be more than devices.
+    backend: str | None = None  # Engine of the collectives; None: there were none.
+    # Whether the command started the ranks itself: there may be more ranks than devices.
     is_alone: bool = False
 
     def devices_of(self, host: str) -> set[str]:
-        """Return the devices that ranks of a host see; launchers may give each rank one."""
+        """Return the devices that ranks of a host see; a launcher may give each rank one."""
         return {
             each
             for facts in self.ranks
@@ -159,7 +159,7 @@ class Checkup:
 
     @property
     def num_hosts(self) -> int:
-        """Different hosts of the ranks that came."""
+        """Number of different hosts of the ranks that came."""
         return len({facts.host for facts in self.ranks})
 
     def host_of(self, rank: int) -> str:
@@ -168,7 +168,7 @@ class Checkup:
 
 
 def ranks_in_words(ranks: list[int]) -> str:
-    """Return ranks for a message."""
+    """Return the text for ranks in a message."""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks), str)}"
 
 
@@ -178,14 +178,14 @@ SIZES = (4, 2**20, 2**24)
 LARGE_SIZES = (*SIZES, 2**28)
 """Sizes of a rank's tensor in bytes; the last one on accelerators only."""
 
-_MOST_RANKS = 16  # From as many of the largest tensors on nothing is gathered.
+_MOST_RANKS = 16  # Largest gather, in tensors of the largest size.
 _ROUNDS = {4: 20, 2**20: 5, 2**24: 3, 2**28: 3}
 
 
 def measure_collectives(
     place: LaunchPlace, store: Any, device_type: str | None, *, timeout_s: float
 ) -> Iterator[Timing]:
-    """Time collectives over a store for this alone; what comes after a failure is left out."""
+    """Time collectives over a store that is only for this; a failure ends the series."""
     device = _device(place, device_type)
     try:
         dist.init_process_group(
@@ -205,7 +205,7 @@ def measure_collectives(
         for nbytes in sizes:
             for name, make in _COLLECTIVES.items():
                 if name == "all_gather" and nbytes * place.world_size > most_gathered:
-                    continue  # It would take memory that large groups do not have.
+                    continue  # It would take too much memory in large groups.
                 made = functools.partial(make, nbytes // 4, place, device)
                 timing = _timed(place, name, nbytes, made)
                 yield timing
@@ -231,7 +231,7 @@ def _timed(
                 return timing(seconds=None, error="its result is wrong")
     except (RuntimeError, ValueError) as error:
         return timing(seconds=None, error=_first_line(error))
-    return timing(seconds=statistics.median(times[1:]))  # The first one makes connections.
+    return timing(seconds=statistics.median(times[1:]))  # The first call makes connections.
 
 
 def _all_reduce(numel: int, place: LaunchPlace, device: torch.device) -> Callable[[], bool]:
@@ -240,7 +240,7 @@ def _all_reduce(numel: int, place: LaunchPlace, device: torch.device) -> Callabl
     def call() -> bool:
         tensor.fill_(place.rank + 1)
         dist.all_reduce(tensor)
-        last = float(tensor[-1])  # Waits for the device.
+        last = float(tensor[-1])  # This waits for the device.
         return last == place.world_size * (place.world_size + 1) / 2
 
     return call
@@ -301,11 +301,11 @@ class Machine:
         return time.time()
 
     def host_name(self) -> str:
-        """Return its name."""
+        """Return the name of this host."""
         return socket.gethostname()
 
     def addresses_of(self, name: str) -> list[str]:
-        """Return what a name resolves to; empty: it does not."""
+        """Return the addresses to which a name resolves; empty: there are none."""
         try:
             found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except OSError:
@@ -320,7 +320,7 @@ class Machine:
             return "127.0.0.1"
 
     def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
-        """Return a connection; raises `OSError`."""
+        """Return a connection, or raise `OSError`."""
         return socket.create_connection((address, port), timeout=timeout_s)
 
     def facts(self) -> dict[str, Any]:
@@ -357,7 +357,7 @@ class Machine:
 
 
 def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
-    """Return what a machine says of a rank that answers others at a port."""
+    """Return the facts of a rank that answers others at a port."""
     host = machine.host_name()
     return RankFacts(
         rank=place.rank,
@@ -373,13 +373,13 @@ def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
 
 
 def address_towards(host: str, port: int = 9, family: int = socket.AF_UNSPEC) -> str:
-    """Return this machine's address on the way to a host; raise `OSError` if no way leads there."""
+    """Return this machine's address on the route to a host; raise `OSError` without a route."""
     problem: OSError | None = None
     found = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)
     for kind, of_packets, protocol, _, address in found:
         try:
             with socket.socket(kind, of_packets, protocol) as probe:
-                probe.connect(address)  # Of datagrams: it chooses the route, and sends nothing.
+                probe.connect(address)  # For datagrams, this only chooses the route.
                 return str(probe.getsockname()[0]).partition("%")[0]
         except OSError as error:
             problem = error
@@ -387,8 +387,8 @@ def address_towards(host: str, port: int = 9, family: int = socket.AF_UNSPEC) ->
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Return the addresses of each network interface, IPv4 first, by its name."""
-    import psutil  # An extra, and not needed where there is one host.
+    """Return the addresses of each network interface by its name, IPv4 first."""
+    import psutil  # An extra, not needed with one host.
 
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
@@ -404,7 +404,7 @@ def _devices() -> dict[str, Any]:
     module = torch.get_device_module(kind)
     numbers = range(torch.accelerator.device_count())
     name = getattr(module, "get_device_name", lambda number: f"{kind}:{number}")
-    # Numbers begin at 0 in each rank, also where a launcher shows it a part of the devices.
+    # Numbers begin at 0 in each rank, even if a launcher shows it only some of the devices.
     properties = getattr(module, "get_device_properties", lambda _: None)
     ids = [getattr(properties(number), "uuid", None) for number in numbers]
     return {

@@ -1,4 +1,4 @@
-"""What is wrong with a machine or a group: who is missing, unlike, slow, or cannot be reached."""
+"""Problems of a machine or a group: ranks that are missing, different, slow or unreachable."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _ENLARGE_SHM = "container --shm-size=16g or --ipc=host, else mount -o remount,si
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """A finding that a rank may get; `_words` are put into its texts."""
+    """A finding that a rank may get; its texts are filled with `_words`."""
 
     check: str
     level: Level
     applies: Callable[[RankFacts, Checkup], object]
     what: str
     remedy: str
-    alone: Level | None = None  # Level where there is one host only.
-    is_of_host: bool = True  # Whether the first rank of a host speaks for the others.
-    names_rank: bool = False  # Whether the finding names the rank beside its host.
+    alone: Level | None = None  # Level if there is only one host.
+    is_of_host: bool = True  # Whether only a host's first rank reports it.
+    names_rank: bool = False  # Whether the finding names the rank in addition to its host.
 
 
 def findings_of(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    """Yield what is wrong with a rank; what is of the host, of its first rank only."""
+    """Yield the problems of a rank; problems of the host only for its first rank."""
     is_first = facts.rank == min(each.rank for each in checkup.ranks if each.host == facts.host)
     words = _words(facts, checkup)
     for rule in _RULES_OF_MACHINES:
@@ -57,7 +57,7 @@ def findings_of(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
 
 
 def _words(facts: RankFacts, checkup: Checkup) -> dict[str, Any]:
-    """Return what texts name: `f` is the facts."""
+    """Return the words for the texts of rules: `f` is the facts."""
     return {
         "f": facts,
         "device_type": facts.device_type or "cpu",
@@ -98,7 +98,7 @@ def _is_below(facts: RankFacts, name: str, least: int) -> bool:
 
 
 def _has_only_loopback(facts: RankFacts, checkup: Checkup) -> bool:
-    """Whether other hosts cannot reach what the host's name resolves to, which gloo tells them."""
+    """Whether other hosts cannot reach the addresses of the host's name, which gloo sends them."""
     chosen = {"GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFADDR"} & set(facts.environment)
     return (
         bool(facts.host_addresses)
@@ -112,7 +112,7 @@ def _names_no_interface(variable: str, facts: RankFacts, _: Checkup) -> bool:
     text = facts.environment.get(variable, "")
     if not text or text.startswith("^"):
         return False
-    # NCCL takes beginnings of names, and with "=" whole ones.
+    # NCCL takes prefixes of names, or whole names after "=".
     wanted = tuple(text.removeprefix("=").split(","))
     return not any(name.startswith(wanted) for name in facts.interfaces)
 
@@ -273,7 +273,7 @@ _RULES_OF_MACHINES = (
 
 _CLOCK_S = 1.0
 _SLOWER = 3.0
-"""A rank or link so many times slower than the median is named."""
+"""Factor to the median from which a rank or link counts as slow."""
 
 _LEAST_LATENCY_S = 0.002
 _LEAST_COMPUTE_S = 0.005
@@ -286,7 +286,7 @@ def examine(checkup: Checkup) -> list[Finding]:
     for facts in checkup.ranks:
         found += findings_of(facts, checkup)
     order = {"error": 0, "warning": 1, "note": 2}
-    once = dict.fromkeys(found)  # Ranks of one host say the same of it.
+    once = dict.fromkeys(found)  # Ranks of one host report the same.
     return sorted(once, key=lambda finding: order[finding.level])
 
 
@@ -314,7 +314,7 @@ def _missing(checkup: Checkup) -> Iterator[Finding]:
 
 
 def _unlike(checkup: Checkup) -> Iterator[Finding]:
-    """Ranks whose versions, devices or variables are not those of most."""
+    """Yield ranks whose versions, devices or variables differ from those of most ranks."""
     values: dict[str, tuple[str, Callable[[RankFacts], Any], str]] = {
         "torch": ("error", lambda f: f"{f.torch} ({f.build})", "install one build everywhere"),
         "shardkit": ("error", lambda f: f.shardkit, "install one version everywhere"),
@@ -392,7 +392,7 @@ def _unreachable(checkup: Checkup) -> Iterator[Finding]:
 
 
 def _slow_links(checkup: Checkup) -> Iterator[Finding]:
-    """Links between hosts; within a host there is no link that could be mended."""
+    """Yield slow links between hosts; a link within a host cannot be mended."""
     group = [
         link
         for link in checkup.links
@@ -400,7 +400,7 @@ def _slow_links(checkup: Checkup) -> Iterator[Finding]:
         and link.error is None
         and checkup.host_of(link.source) != checkup.host_of(link.target)
     ]
-    if len(group) < 3:  # noqa: PLR2004 - of two nobody says which one is usual
+    if len(group) < 3:  # noqa: PLR2004 - of two, neither is the usual one
         return
     rates = [link.bytes_per_s or 0.0 for link in group]
     waits = [link.latency_s or 0.0 for link in group]
@@ -455,7 +455,7 @@ def _clocks(checkup: Checkup) -> Iterator[Finding]:
 
 
 def _same_place(checkup: Checkup) -> Iterator[Finding]:
-    """Two ranks that take one device."""
+    """Yield ranks that use the same device."""
     places: dict[tuple[str, int], list[int]] = {}
     for facts in checkup.ranks:
         if facts.devices:

@@ -1,1 +1,1 @@
-"""Which modules become groups: policies, the plan of them, strategies by name."""
+"""The choice of modules that become groups: policies, plans, strategies by name."""

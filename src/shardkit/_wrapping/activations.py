@@ -1,4 +1,4 @@
-"""`checkpoint_activations`: modules that a policy chooses run their forward again in backward."""
+"""`checkpoint_activations`: modules that a policy chooses rerun their forward in backward."""
 
 from __future__ import annotations
 
@@ -31,40 +31,41 @@ def checkpoint_activations(
     policy: Any = None,
     operators: Operators = None,
 ) -> list[str]:
-    """Have chosen modules of a model compute their activations again in backward.
+    """Make chosen modules of a model recompute their activations in backward.
 
     Without `classes` and `policy` these are the model's repeated blocks: the members of each
-    `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` of which at least two, with parameters and
-    modules of their own, are of one class; the outermost ones count. In place, before or after
-    `fully_shard`, on every backend; names of parameters stay. What of numbers and of collectives
-    is said of `checkpoint_module` holds:
+    `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` of which at least two are of the same class,
+    with parameters and child modules; only the outermost ones count. It changes the model in place,
+    before or after `fully_shard`, on every backend; names of parameters stay. For results and
+    collectives, see `checkpoint_module`:
 
         checkpoint_activations(model, every=2)  # Half of the blocks.
         checkpoint_activations(model, classes="TransformerBlock", operators="matmuls")
 
     Args:
-        model: The model that holds the modules, or is one of them (its name is ``""`` then).
-        every: Choose the `every`-th, the 2 * `every`-th and so on of the modules found, in the
-            order of `named_modules`. What torchtitan calls selective ``"2"`` is 2.
-        classes: Classes, subclasses of these included, or names of classes, as they were before
-            `fully_shard`; bare or with their module. All modules of these are found.
-        policy: A policy as of `auto_shard`, in the place of `classes`: for instance the same one, a
-            mapping from names such as ``"layers.*"``, or a function of a module, or of its name and
-            itself. Arguments of `fully_shard` in it count for nothing.
-        operators: Operators whose outputs are kept as well, so that they are not computed again.
+        model: Model that holds the modules, or is itself one of them (with the name ``""``).
+        every: Interval of the choice: of the modules found, in the order of `named_modules`, the
+            `every`-th, the 2 * `every`-th and so on are chosen. Selective ``"2"`` of torchtitan is
+            2.
+        classes: Classes, including their subclasses, or names of classes, as they were before
+            `fully_shard`; a name may include the module. All modules of these classes are found.
+        policy: Policy of `auto_shard`, in place of `classes`: for example the same one, a mapping
+            from names such as ``"layers.*"``, or a function of a module, or of its name and the
+            module. Arguments of `fully_shard` in it are ignored.
+        operators: Operators whose outputs are also kept, so that they are not recomputed.
             ``"matmuls"``: products with weights, convolutions and fused attention;
-            ``"every_second_matmul"``: attention, and of the others the first, third, ... of each
-            module; operators such as ``[torch.ops.aten.mm]``, all overloads of each; or a function
-            as of `torch.utils.checkpoint.create_selective_checkpoint_contexts`. A module must not
-            write to such an output in place, and its backward cannot run twice. None: nothing is
-            kept but inputs.
+            ``"every_second_matmul"``: attention, and the first, third, ... of the others in each
+            module; operators such as ``[torch.ops.aten.mm]``, with all their overloads; or a
+            function for `torch.utils.checkpoint.create_selective_checkpoint_contexts`. A module
+            must not write to such an output in place, and its backward cannot run twice. None: only
+            inputs are kept.
 
     Returns:
         Names of the modules chosen, as in `model.named_modules()`.
 
     Raises:
-        StateError: Nothing is chosen, a chosen module has no forward or is checkpointed already, or
-            an argument is none of these. No module is changed then.
+        StateError: Nothing is chosen; or a chosen module has no forward or is checkpointed already;
+            or an argument is wrong. No module is changed then.
 
     Cost: see `checkpoint_module`.
     Source: Chen et al., arXiv:1604.06174; by operators: Korthikanti et al., arXiv:2205.05198.
@@ -117,15 +118,15 @@ def checkpoint_activations(
 
 
 class _CalledModules(ModuleTree):
-    """A model whose root, and whose modules without parameters, may be chosen, too."""
+    """A model whose root and whose modules without parameters may also be chosen."""
 
     def may_be_unit(self, module: nn.Module) -> bool:
-        """Whether a policy is asked about a module."""
+        """Whether a policy may choose a module."""
         return id(module) not in self.closed
 
 
 def _named(tree: ModuleTree, wanted: Collection[Any]) -> list[str]:
-    """Return the names of the modules that policies choose, each at least one."""
+    """Return the names of the modules that policies choose; each must choose at least one."""
     found: set[str] = set()
     for policy in wanted:
         try:
@@ -143,7 +144,7 @@ def _named(tree: ModuleTree, wanted: Collection[Any]) -> list[str]:
 
 
 def _classes_in(model: nn.Module) -> str:
-    """Return a sentence on the classes of a model."""
+    """Return a sentence about the classes of a model."""
     counts = Counter(
         own_class(module).__name__
         for module in model.modules()
@@ -172,7 +173,7 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Return whether a module has parameters, and is more than one of torch's layers."""
+    """Return whether a module has parameters and is more than a single layer of torch."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     is_layer = own_class(module).__module__.startswith("torch.nn.")

@@ -1,4 +1,4 @@
-"""`auto_shard`: from a model and a policy to a plan."""
+"""`auto_shard` makes a plan from a model and a policy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _ROOT = ("",)
 
 
-def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
+def auto_shard(  # noqa: PLR0913 - all decisions, in one call
     model: Any,
     mesh: DeviceMesh | TorchDeviceMesh | int | Sequence[int] | None = None,
     policy: Any = None,
@@ -79,90 +79,89 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
         print(plan)  # Groups, bytes, collectives. Nothing is changed yet.
         plan.apply()
 
-    A policy is
+    A policy is one of these:
 
     - ``None`` or ``"balanced"``: groups are chosen from sizes and order, see below;
     - a class of modules, the name of one, or a collection of these: ``{Block, "Head"}``;
     - ``"no_split_modules"``: the classes that a model of transformers names in its
       ``_no_split_modules``;
-    - ``"size"``: from 100 million parameters on, as `size_based_auto_wrap_policy`;
+    - ``"size"``: groups of at least 100 million parameters, as in `size_based_auto_wrap_policy`;
     - ``"no_wrap"``: one group, the root's;
     - a mapping from names of modules to arguments of their `fully_shard` call:
-      ``{"layers.*": {}, ("norm", "head"): {"reshard_after_forward": False}}``. A ``*`` stands for
-      one part of a name between dots, a tuple is one group, ``""`` is the root. The words of
-      transformers' ``_fsdp_plan`` are understood as arguments;
+      ``{"layers.*": {}, ("norm", "head"): {"reshard_after_forward": False}}``. A ``*`` matches one
+      part of a name between dots, a tuple is one group, ``""`` is the root. The words of
+      transformers' ``_fsdp_plan`` are accepted as arguments;
     - a callable that gets a module, or its name and the module, and returns True, False, or a dict
       of such arguments;
     - a callable in torch_xla's and FSDP1's protocol, ``policy(module, recurse, unwrapped_params)``,
       such as ``functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})``,
       torch_xla's and torch's own functions, ``ModuleWrapPolicy`` and ``CustomPolicy``.
 
-    The balanced choice keeps the largest group small, for two groups are unsharded at a time, and
-    the smallest one large, for a small collective costs its latency. Children of ``ModuleList`` and
-    ``Sequential`` become groups, up to an eighth of the model each; neighbours below 128 KiB for
-    each rank are one group; a large embedding or head becomes a group of its own. Small models are
-    one group. It takes modules to be called: where a forward reads the weight of a module
-    without calling it, name the groups yourself. It takes all children of the outermost
-    ``ModuleList`` or ``ModuleDict``, the layers, to run on all ranks. A ``ModuleList`` or
-    ``ModuleDict`` inside a layer may hold experts, of which each rank runs others, so it is never
-    divided.
+    The balanced choice keeps the largest group small, because two groups are unsharded at a time,
+    and the smallest one large, because a small collective costs its latency. Children of
+    ``ModuleList`` and ``Sequential`` become groups of up to an eighth of the model each. Adjacent
+    children below 128 KiB for each rank are one group; a large embedding or head becomes a group of
+    its own. A small model is one group. The choice assumes that modules are called: if a forward
+    reads the weight of a module without calling it, name the groups yourself. It also assumes that
+    all children of the outermost ``ModuleList`` or ``ModuleDict``, the layers, run on all ranks. A
+    ``ModuleList`` or ``ModuleDict`` inside a layer is never divided, because it may hold experts,
+    of which each rank may run different ones.
 
-    Tied weights belong to the innermost group that holds all of their modules. So do the
-    parameters of a module that several modules share. Modules in an
-    ``nn.MultiheadAttention``, which reads their weights, are never groups by themselves, unless a
-    mapping names them.
+    A tied weight belongs to the innermost group that holds all of its modules. The same holds for
+    the parameters of a module that several modules share. Modules in an ``nn.MultiheadAttention``,
+    which reads their weights, are never separate groups, unless a mapping names them.
 
     Args:
-        model: The root: not sharded, not wrapped.
-        mesh: A mesh as of `fully_shard`; with `experts` torch's, with names and one more axis. A
-            number of ranks, or a mesh shape, with ``apply=False`` only: plans for ranks that are
-            not there. The last number of a shape is then the axis of the experts.
+        model: The root, which must be neither sharded nor wrapped.
+        mesh: A mesh for `fully_shard`. With `experts` it must be torch's, with names and one more
+            axis. With ``apply=False`` it may be a number of ranks or a mesh shape, to plan for
+            ranks that do not exist. The last number of a shape is then the axis of the experts.
         policy: The choice of modules that form groups.
-        units: Collection of more groups, as of a mapping, or as a collection of names and tuples. A
-            module that is named here is taken out of the groups of the policy.
-        strategy: A name such as ``"zero2"``, see `strategy`, instead of `reshard_after_forward`.
+        units: Groups beside those of the policy: a mapping like that of a policy, or a collection
+            of names and tuples. Modules that are named here leave the groups of the policy.
+        strategy: Name such as ``"zero2"``, see `strategy`, instead of `reshard_after_forward`.
         experts: Mapping from modules that hold stacked experts to the axis of `mesh` over which
-            these are spread: ``{"MixtralExperts": "ep"}``. A module is named by its class, the name
-            of that, or a pattern as above. Dim 0 of each of its own parameters counts experts; they
-            are DTensors on that axis, or become such, with other objects: make the optimizer after
-            this call. Experts are sharded over the other axes of the mesh, (shard) or (replicate,
-            shard); all else is sharded over the shard axis and that of the experts as one.
-            Gradients of experts are divided by the number of all ranks, since tokens of all come
-            to them. To send tokens there is left to the model.
-        before: A function of each module of a group that is not the root, before it is sharded, for
-            instance `checkpoint_module`. What it returns takes the module's place, if it is
-            another module.
+            they are spread: ``{"MixtralExperts": "ep"}``. A module is named by its class, the name
+            of its class, or a pattern as above. Dim 0 of each of its own parameters counts experts.
+            The parameters are DTensors on that axis, or become such, as new objects: make the
+            optimizer after this call. Experts are sharded over the other axes of the mesh, (shard)
+            or (replicate, shard). All other parameters are sharded over the shard axis and the
+            experts' axis as one. Gradients of experts are divided by the number of all ranks, since
+            they get tokens from all ranks. The model itself must send the tokens.
+        before: Function of each module of a group that is not the root, called before it is
+            sharded, for example `checkpoint_module`. If it returns another module, that one takes
+            the module's place.
         offload_budget_nbytes: Bytes of shards, gradients and AdamW's state that may stay on the
-            device of a rank. Groups get a `CPUOffloadPolicy`, those that save most first, until the
+            device of a rank. Groups get a `CPUOffloadPolicy`, the largest savings first, until the
             rest fits.
-        param_init_fn: Function that gives values to a model on the meta device, module by module,
-            when all groups are there; see `materialize`, to which it is passed.
-        apply: Whether to shard; False: only plan.
-        verbose: The first rank prints the plan.
-        mp_policy: A policy as of `fully_shard`, where the policy says nothing else. So are the next
-            four.
+        param_init_fn: Function that initializes a model on the meta device, module by module, when
+            all groups exist; it is passed to `materialize`.
+        apply: Whether to shard the model; False: only plan.
+        verbose: Whether the first rank prints the plan.
+        mp_policy: Mixed-precision policy of `fully_shard`, unless the policy gives another one. The
+            same holds for the next four arguments.
         reshard_after_forward: Argument of `fully_shard`.
         shard_placement_fn: Argument of `fully_shard`.
         offload_policy: Argument of `fully_shard`.
         ignored_params: Argument of `fully_shard`.
         auto_wrap_policy: torch_xla's name of `policy`.
         auto_wrapper_callable: torch_xla's name of `before`. It is called with the module and the
-            arguments of `fully_shard`, and may call that itself.
-        fsdp_min_num_params: Accelerate's name: a policy by size with this number.
+            arguments of `fully_shard`, and may itself call `fully_shard`.
+        fsdp_min_num_params: Accelerate's name of a policy by size, with this number.
 
     Returns:
-        The plan. It has been carried out, unless `apply` is False.
+        The plan, which has been applied unless `apply` is False.
 
     Raises:
-        WrapError: A policy that chooses nothing, or names what is not there; groups that overlap; a
-            module that is sharded already or is wrapped in DDP; and as of `fully_shard`. Nothing
+        WrapError: The policy chooses nothing, or names modules that do not exist; groups overlap; a
+            module is sharded already or is wrapped in DDP; or an error of `fully_shard`. Nothing
             has been changed.
-        MeshError: The mesh does not fit the strategy, or has no axis for the experts; and as of
-            `fully_shard`.
+        MeshError: The mesh does not fit the strategy, or has no axis for the experts; or an error
+            of `fully_shard`.
 
-    Cost: no collective, unless there are `experts` or `shard_placement_fn` returns ``Replicate()``,
-    which makes process groups once: then all ranks must call this, also to plan. All ranks plan the
-    same, for only names, shapes and dtypes count.
+    Cost: no collective, unless there are `experts` or `shard_placement_fn` returns ``Replicate()``:
+    these make process groups once, so all ranks must call this, even for a plan. All ranks make the
+    same plan, since only names, shapes and dtypes count.
     """
     policy = _policy_of(policy, auto_wrap_policy, fsdp_min_num_params)
     prepare = _prepare_of(before, auto_wrapper_callable)
@@ -217,7 +216,7 @@ def _policy_of(policy: Any, auto_wrap_policy: Any, min_num_params: int | None) -
 def _prepare_of(
     before: Callable[[nn.Module], Any] | None, auto_wrapper_callable: Callable[..., Any] | None
 ) -> Callable[[nn.Module, dict[str, Any]], Any] | None:
-    """Return what is called with a module and the arguments of its `fully_shard` call."""
+    """Return a function to call with a module and the arguments of its `fully_shard` call."""
     if before is not None and auto_wrapper_callable is not None:
         msg = "before and auto_wrapper_callable both prepare modules. Pass one of them."
         raise WrapError(msg)
@@ -229,7 +228,7 @@ def _prepare_of(
 
 
 def _check_model(model: Any) -> None:
-    """Raise if a model is no root that can be sharded now."""
+    """Raise if a model is not a root that can be sharded now."""
     if isinstance(model, (list, tuple)):
         msg = "auto_shard takes one model. To shard modules as one group, pass them to fully_shard."
         raise WrapError(msg)
@@ -306,10 +305,10 @@ def _choice(
     mesh: DeviceMesh,
     common: dict[str, Any],
 ) -> Choice:
-    """Return the groups of the policy, and those that users name besides."""
+    """Return the groups of the policy, and those in `units`."""
     named = choose_by_name(tree, (units,) if isinstance(units, str) else units)
     if named and word_of(policy) == "balanced":
-        # What is named is settled; the rest is balanced without it. The root takes what is left.
+        # Named groups are fixed; the rest is balanced without them. The root takes the remainder.
         inner = [tree.modules[name] for names in named for name in names if name]
         inside = {param for module in inner for param in module.parameters()}
         tree = ModuleTree(tree.model, {*common["ignored_params"], *inside})
@@ -354,7 +353,7 @@ def _planned(
 
 
 def _place_experts(unit: Unit, experts: Experts) -> None:
-    """Have a unit know the mesh of the experts in it."""
+    """Pass the mesh of the experts in a unit to that unit."""
     if unit.mesh is not experts.meshes.dense:
         msg = (
             f"the policy gives the group ({', '.join(unit.names)}) a mesh of its own, and "
@@ -370,11 +369,11 @@ def _place_experts(unit: Unit, experts: Experts) -> None:
 
 
 def offload_to_fit(units: Sequence[Unit], budget_nbytes: int) -> None:
-    """Offload groups, those that save most first, until the rest fits.
+    """Offload groups, the largest savings first, until the rest fits.
 
-    Counted is what a rank keeps of a group between steps: its shard and, where it is trained, the
-    gradients and two tensors of optimizer state (AdamW). Groups that are on the host already stay
-    there. Of equal groups the one that is sharded first goes first.
+    What counts is the memory that a rank keeps of a group between steps: its shard and, if it is
+    trainable, the gradients and two tensors of optimizer state (AdamW). Groups that are on the host
+    already stay there. Of equal groups, the one that is sharded first is offloaded first.
     """
     if budget_nbytes < 0:
         msg = f"offload_budget_nbytes must be 0 or more bytes, got {budget_nbytes}."

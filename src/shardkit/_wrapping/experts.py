@@ -1,8 +1,8 @@
-"""Stacked experts: which modules hold them, over which axis they are spread, on which meshes.
+"""Stacked experts: the modules that hold them, the axis over which they are spread, the meshes.
 
-Where tokens travel to experts each rank of an axis, ``ep``, holds some of them. Without that axis
-the mesh is one as of `fully_shard`, and experts are sharded over it. All else is sharded over the
-same ranks and those of ``ep``, as one axis.
+If tokens are sent to experts, each rank of an axis, ``ep``, holds some of the experts. The mesh
+without that axis is a mesh for `fully_shard`, and experts are sharded over it. All other parameters
+are sharded over the same ranks and those of ``ep``, as one axis.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class ExpertMeshes:
     """The meshes of a model with experts."""
 
     dense: DeviceMesh  # Mesh of all other parameters.
-    own: DeviceMesh  # Mesh of the experts: of the ranks that hold the same ones.
+    own: DeviceMesh  # Mesh of the experts, over ranks that hold the same ones.
     axis: str  # Name of the axis over which experts are spread.
-    num_parts: int  # Number of ranks of that axis.
-    # That axis, as torch's mesh; None where the mesh is only a shape.
+    num_parts: int  # Number of ranks on that axis.
+    # Torch's mesh of that axis; None if the mesh is only a shape.
     torch_mesh: TorchDeviceMesh | None = None
 
     @classmethod
     def of(cls, mesh: Any, axis: str) -> ExpertMeshes:
-        """Return them of torch's mesh, with names of its axes.
+        """Return the meshes from torch's mesh, which has names of its axes.
 
-        Cost: a process group for several axes that are taken as one, made once.
+        Cost: a process group for axes that are used as one; it is made once.
         """
         names = mesh.mesh_dim_names if isinstance(mesh, TorchDeviceMesh) else None
         if names is None:
@@ -68,7 +68,7 @@ class ExpertMeshes:
 
     @classmethod
     def of_shape(cls, mesh: DeviceMesh, axis: str) -> ExpertMeshes:
-        """Return them of a mesh that is only a shape, whose last axis is that of the experts."""
+        """Return the meshes from a mesh that is only a shape; its last axis is the experts'."""
         return cls._split(mesh, mesh.ndim - 1, axis, None)
 
     @classmethod
@@ -96,13 +96,13 @@ class Experts:
     """The stacked experts of a model."""
 
     meshes: ExpertMeshes  # The meshes of the model.
-    # Every (module, attribute) of the model that holds them, also of modules that share them with
+    # Every (module, attribute) of the model that holds them, including modules that share them with
     # the named ones (tied).
     sites: list[tuple[nn.Module, str]]
-    # The parameters: those of the model and, of each that is to be cut, one of the size of a rank's
-    # part, by which a plan counts.
+    # The parameters of the model; and for each parameter to cut, one of the size of a rank's part,
+    # which a plan counts.
     params: set[nn.Parameter]
-    whole: set[nn.Parameter]  # Parameters of the model that are to be cut.
+    whole: set[nn.Parameter]  # Parameters of the model that must be cut.
 
     @classmethod
     def of(cls, tree: ModuleTree, choices: Sequence[Any], meshes: ExpertMeshes) -> Experts:
@@ -125,7 +125,7 @@ class Experts:
         return any(entry.param in self.params for entry in entries)
 
     def plan(self, entries: Sequence[ParamEntry]) -> None:
-        """Put a parameter of the size of a rank's part in the place of each that is to be cut."""
+        """Replace each parameter that must be cut by one of the size of a rank's part."""
         for entry in entries:
             param = entry.param
             if param in self.whole:
@@ -135,15 +135,15 @@ class Experts:
                 self.params.add(entry.param)
 
     def cut(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Make the experts DTensors on their axis, of which this rank has its part.
+        """Turn the experts into DTensors on their axis, of which this rank has its part.
 
-        All ranks hold equal values, so nothing is sent. The DTensors are other objects,
-        which are returned by the parameters that were cut.
+        All ranks hold equal values, so nothing is sent. The DTensors are new objects. They are
+        returned by the parameters from which they were cut.
         """
         from shardkit.backends.dtensor import distributed_by_dim_0
 
         mesh = self.meshes.torch_mesh
-        assert mesh is not None  # A plan for a shape is not carried out.
+        assert mesh is not None  # A plan for a shape is never applied.
         made = {param: distributed_by_dim_0(param, mesh) for param in self.whole}
         self.params.update(made.values())
         for module, attribute in self.sites:
@@ -160,13 +160,13 @@ class PlacedExperts:
         self._fn = fn
 
     def __call__(self, param: nn.Parameter) -> Any:
-        """Return where a parameter lies."""
+        """Return the placement of a parameter."""
         if param in self.experts.params:
             return self.experts.meshes.own
         return None if self._fn is None else self._fn(param)
 
     def __repr__(self) -> str:
-        """Show it in a plan."""
+        """Return the text for a plan."""
         meshes = self.experts.meshes
         return f"<experts over {meshes.axis}={meshes.num_parts}>"
 
@@ -186,7 +186,7 @@ def axis_of(experts: Any) -> str:
 
 
 def _modules_of(tree: ModuleTree, choice: Any) -> list[str]:
-    """Return the names of the modules that are meant by a class, its name, or a pattern."""
+    """Return the names of the modules that a class, its name, or a pattern selects."""
     if isinstance(choice, str):
         classes = {own_class(module).__name__ for module in tree.modules.values()}
         if "*" in choice or choice in tree.modules:

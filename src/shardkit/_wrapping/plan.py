@@ -1,4 +1,4 @@
-"""`ShardPlan`: the groups of a model before anything is changed, in numbers."""
+"""`ShardPlan`: the groups of a model before anything is changed, with their numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardkit._wrapping.strategies import Strategy
 
 
-# --- meshes that are not there --------------------------------------------------------------------
+# --- meshes without ranks -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Axis:
 
 
 class ShapeOnly(MeshBackend):
-    """Answers what a plan asks: as an accelerator, whose memory is not the host's."""
+    """A backend for plans: it is like an accelerator, whose memory is not the host's."""
 
     has_own_memory = True
     batches_small_groups = True
@@ -64,7 +64,7 @@ class ShapeOnly(MeshBackend):
         self._shape = tuple(shape)
 
     def process_group(self, axis: int) -> NoReturn:
-        """There is none."""
+        """Raise: there is no process group."""
         msg = f"axis {axis} of a mesh that is only a shape has no process group."
         raise MeshError(msg)
 
@@ -78,15 +78,15 @@ class ShapeOnly(MeshBackend):
         return _Axis(size)
 
     def joint_axis(self, ranks: Sequence[int]) -> Any:
-        """Return the size of all axes as one."""
+        """Return the size of all axes joined to one."""
         return _Axis(len(ranks))
 
     def with_axes(self, axes: Sequence[Any]) -> ShapeOnly:
-        """Return that of a mesh of other axes."""
+        """Return the backend of a mesh of other axes."""
         return ShapeOnly([axis.size for axis in axes])
 
     def for_axes(self, axes: Sequence[int]) -> ShapeOnly:
-        """Return that of a submesh."""
+        """Return the backend of a submesh."""
         return ShapeOnly([self._shape[axis] for axis in axes])
 
     def receive_chunks(self, _: Any) -> int:
@@ -95,7 +95,7 @@ class ShapeOnly(MeshBackend):
 
 
 def mesh_of_shape(shape: Sequence[int]) -> DeviceMesh:
-    """Return a mesh that can be planned for, seen from its first rank."""
+    """Return a mesh for a plan, seen from its first rank."""
     if not shape or min(shape) < 1:
         msg = f"a mesh shape is one or two positive numbers of ranks, got {tuple(shape)}."
         raise MeshError(msg)
@@ -118,22 +118,22 @@ class GroupPlan:
     """A group of a `ShardPlan`.
 
     Attributes:
-        names: The names of its modules; ``("",)`` is the root.
+        names: Names of its modules; ``("",)`` is the root.
         kinds: Classes of its modules.
-        num_params: Parameters.
-        numel: The number of their elements.
-        nbytes: The bytes in the dtype they are stored in, all ranks together.
-        padding_nbytes: Bytes of all shards beyond that.
+        num_params: Number of parameters.
+        numel: Number of their elements.
+        nbytes: Bytes in the dtype in which they are stored, over all ranks.
+        padding_nbytes: Bytes of all shards in addition to that.
         shard_nbytes: Bytes of this rank's shard.
-        unsharded_nbytes: Bytes of the unsharded parameters; 0: the shard is used itself.
-        send_nbytes: Bytes of the buffer that a reduction sends; 0: nothing is trained.
-        state_nbytes: Bytes that the rank keeps of the group between steps with AdamW: shard,
+        unsharded_nbytes: Bytes of the unsharded parameters; 0: the shard itself is used.
+        send_nbytes: Bytes of the buffer that a reduction sends; 0: nothing is trainable.
+        state_nbytes: Bytes that the rank keeps of the group between steps with AdamW: the shard,
             gradients and two tensors of state.
         is_resharded: Whether unsharded parameters are freed between forward and backward.
-        is_offloaded: Whether shard, gradients and optimizer state are on the host.
+        is_offloaded: Whether the shard, gradients and optimizer state are on the host.
         tied: Names of parameters that several modules hold.
-        shared: Names of modules that units inside have in common, and whose parameters it takes.
-        arguments: The arguments of its call of `fully_shard`, beside the module.
+        shared: Names of modules that several inner units share; this group takes their parameters.
+        arguments: Arguments of its `fully_shard` call, except the module.
     """
 
     names: tuple[str, ...]
@@ -160,19 +160,19 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class PlannedTraffic:
-    """Collectives and bytes of one step on one rank, of a group or of a model.
+    """Collectives and bytes of one step on one rank, for a group or a model.
 
-    Counts are collectives of buckets; small groups may share them. Bytes are what a rank receives
-    by gathers and sends by reductions, as a ring does: (N-1)/N of a gathered or reduced buffer, and
-    2 (R-1)/R of an all-reduced one.
+    Counts are collectives of buckets; small groups may share one. Bytes are those that a rank
+    receives in gathers and sends in reductions, in a ring: (N-1)/N of a gathered or reduced buffer,
+    and 2 (R-1)/R of an all-reduced one.
 
     Attributes:
-        all_gathers: The number of all-gathers over the shard axis.
-        reduce_scatters: The number of reduce-scatters over the shard axis.
-        all_reduces: The number of all-reduces over the replicate axis.
-        gathered_nbytes: Bytes by all-gathers.
-        reduced_nbytes: Bytes by reduce-scatters.
-        all_reduced_nbytes: Bytes by all-reduces.
+        all_gathers: Number of all-gathers over the shard axis.
+        reduce_scatters: Number of reduce-scatters over the shard axis.
+        all_reduces: Number of all-reduces over the replicate axis.
+        gathered_nbytes: Bytes in all-gathers.
+        reduced_nbytes: Bytes in reduce-scatters.
+        all_reduced_nbytes: Bytes in all-reduces.
     """
 
     all_gathers: int = 0
@@ -187,7 +187,7 @@ class PlannedTraffic:
         return PlannedTraffic(*map(operator.add, astuple(self), astuple(other)))
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return the traffic in words."""
         return (
             f"{self.all_gathers} all-gathers, {shown_nbytes(self.gathered_nbytes)}; "
             f"{self.reduce_scatters} reduce-scatters, {shown_nbytes(self.reduced_nbytes)}; "
@@ -197,15 +197,15 @@ class PlannedTraffic:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Bytes on one rank, as `memory_stats()` counts them.
+    """Bytes on one rank, in the sense of `memory_stats()`.
 
     Attributes:
-        shard_nbytes: Shards, on the device or the host.
-        host_nbytes: The bytes of these that are on the host.
-        largest_nbytes: Unsharded parameters of the largest group.
-        kept_nbytes: Unsharded parameters that exist from forward to backward.
-        peak_unsharded_nbytes: The most unsharded parameters at once, if modules run once each, in
-            the order in which they are defined.
+        shard_nbytes: Bytes of shards, on the device or the host.
+        host_nbytes: Bytes of shards on the host.
+        largest_nbytes: Bytes of the unsharded parameters of the largest group.
+        kept_nbytes: Bytes of unsharded parameters that exist from forward to backward.
+        peak_unsharded_nbytes: The most bytes of unsharded parameters at one time, if modules run
+            once each, in the order of their definition.
         state_nbytes: Bytes that stay on the device between steps with AdamW: shards, gradients and
             two tensors of optimizer state.
     """
@@ -219,7 +219,7 @@ class PlannedMemory:
 
 
 def table(groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]) -> list[str]:
-    """Return the lines of a table of groups; neighbours that differ in a number are one line."""
+    """Return the lines of a table of groups; adjacent groups that differ in a number share one."""
     rows = [("group", "parameters", "bytes", "padding", "gathered", "reduced", "arguments")]
     common = shared_arguments(groups)
     for _, run in itertools.groupby(zip(groups, traffic, strict=True), _kind_of):
@@ -246,7 +246,7 @@ def table(groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]) -> lis
 
 
 def _kind_of(pair: tuple[GroupPlan, PlannedTraffic]) -> tuple[Any, ...]:
-    """Return what neighbours in one line have alike: all but a number in their names."""
+    """Return what adjacent groups in one line share: all but a number in their names."""
     group, cost = pair
     return (
         tuple(_NUMBER.sub("#", name) for name in group.names),
@@ -256,7 +256,7 @@ def _kind_of(pair: tuple[GroupPlan, PlannedTraffic]) -> tuple[Any, ...]:
 
 
 def shared_arguments(groups: Sequence[GroupPlan]) -> list[str]:
-    """Return what was chosen for all groups; nothing where there is one group only."""
+    """Return the arguments that all groups share; nothing if there is only one group."""
     shown = [_shown_arguments(group) for group in groups]
     if len(shown) <= 1:
         return []
@@ -267,7 +267,7 @@ _DEFAULTS = (None, MixedPrecisionPolicy(), OffloadPolicy())
 
 
 def _shown_arguments(group: GroupPlan) -> list[str]:
-    """Return what was chosen for a group; defaults are left out."""
+    """Return the arguments of a group; defaults are left out."""
     shown = [
         f"{name}={_shown_value(value)}"
         for name, value in group.arguments.items()
@@ -299,23 +299,23 @@ _STATES = 4
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """What one call of `fully_shard` is to take."""
+    """The modules and arguments of one call of `fully_shard`."""
 
-    names: tuple[str, ...]  # The names of its modules; an empty name is the root's.
-    modules: list[nn.Module]  # One, or those of a list.
-    arguments: dict[str, Any]  # The arguments of the call.
-    # The parameters that it takes, by their names in the root.
+    names: tuple[str, ...]  # Names of its modules; an empty name is the root's.
+    modules: list[nn.Module]  # One module, or the modules of a list.
+    arguments: dict[str, Any]  # Arguments of the call.
+    # Parameters that it takes, by their names in the root.
     entries: list[ParamEntry] = field(default_factory=list)
-    # Parameters in it that belong to a unit around it: they are tied or shared.
+    # Parameters in it that belong to a unit around it, because they are tied or shared.
     left_out: set[nn.Parameter] = field(default_factory=set)
-    # Names of modules in it that units inside have in common, so that it takes their parameters.
+    # Names of modules in it that inner units share, so that it takes their parameters.
     shared: tuple[str, ...] = ()
-    # The buckets that its group will consist of.
+    # Buckets of which its group will consist.
     buckets: list[PlannedBucket] = field(default_factory=list)
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the root's."""
+        """Whether it is the unit of the root."""
         return self.names == ("",)
 
     @property
@@ -330,7 +330,7 @@ class Unit:
         return sum(b.shard_nbytes * (_STATES if b.is_trainable else 1) for b in self.buckets)
 
     def check(self) -> None:
-        """Check what `fully_shard` would check."""
+        """Make the checks of `fully_shard`."""
         for module in self.modules:
             checks.check_module(module)
         checks.check_mesh(self.mesh)
@@ -341,7 +341,7 @@ class Unit:
         checks.check_reparametrized(self.entries)
 
     def plan(self) -> None:
-        """Plan its buckets for its arguments."""
+        """Plan its buckets from its arguments."""
         self.buckets = plan_buckets(
             self.entries,
             mesh=self.mesh,
@@ -351,7 +351,7 @@ class Unit:
 
     @property
     def experts(self) -> Experts | None:
-        """The experts of the model, if some are in it."""
+        """The experts of the model, if the unit holds some."""
         fn = self.arguments["shard_placement_fn"]
         return fn.experts if isinstance(fn, PlacedExperts) else None
 
@@ -362,10 +362,10 @@ class Unit:
         if (self.entries or self.is_root) and not is_done:
             fully_shard(modules if len(modules) > 1 else modules[0], **self.arguments)
         for module in modules if self.experts is not None else ():
-            module.set_gradient_divide_factor(self.mesh.size())  # Tokens of all ranks come to them.
+            module.set_gradient_divide_factor(self.mesh.size())  # They get tokens of all ranks.
 
     def record(self) -> GroupPlan:
-        """Return what is shown of the group."""
+        """Return the record of the group in the plan."""
         reshards, buckets = self.arguments["reshard_after_forward"], self.buckets
         wants_host = isinstance(self.arguments["offload_policy"], CPUOffloadPolicy)
         of_rank = ("shard_nbytes", "unsharded_nbytes", "send_nbytes")
@@ -388,19 +388,19 @@ class Unit:
         )
 
     def _num_parts(self, bucket: PlannedBucket) -> int:
-        """Return in how many parts its parameters are spread over an axis of experts."""
+        """Return the number of parts in which an axis of experts holds its parameters."""
         if self.experts is None:
             return 1
         meshes = self.experts.meshes
         return meshes.num_parts if bucket.plan.mesh is meshes.own else 1
 
     def traffic(self, gathers: int, passes: int, reductions: int) -> PlannedTraffic:
-        """Return what the group communicates in a step.
+        """Return the group's communication in a step.
 
         Args:
-            gathers: The number of its gathers.
-            passes: The number of those that go over all ranks, where others go over neighbours.
-            reductions: The number of its reductions.
+            gathers: Number of its gathers.
+            passes: Number of those over all ranks, if other gathers go over adjacent ranks only.
+            reductions: Number of its reductions.
         """
         value = self.arguments["reshard_after_forward"]
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -426,9 +426,9 @@ class Unit:
 
 
 def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
-    """Return the units of a choice, inner ones before outer ones, and the root's last."""
+    """Return the units of a choice, inner ones before outer ones, the root's last."""
     _check_overlaps(tree, choice)
-    # Children come before parents, and neighbours in their order.
+    # Children come before parents, and siblings in their order.
     positions = {name: i for i, name in enumerate(tree.modules)}
     units = [
         Unit(names, [tree.modules[name] for name in names], arguments)
@@ -458,7 +458,7 @@ def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
 
 
 def _check_overlaps(tree: ModuleTree, choice: Choice) -> None:
-    """Raise if a module is in two groups, or inside of another one of its own group."""
+    """Raise if a module is in two groups, or inside of another module of its group."""
     seen: dict[str, tuple[str, ...]] = {}
     for names in choice:
         for name in names:
@@ -481,11 +481,11 @@ def _check_overlaps(tree: ModuleTree, choice: Choice) -> None:
 
 
 def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Parameter]) -> None:
-    """Give each unit its parameters: those in it that no unit inside of it has.
+    """Give each unit its parameters: those in it that no inner unit has.
 
-    A parameter may be reached by several paths: modules share a weight (tied), or parents share a
-    module. It belongs to the innermost unit that every path goes through, so that it is gathered
-    wherever it is used.
+    There may be several paths to a parameter: modules share a weight (tied), or parents share a
+    module. The parameter belongs to the innermost unit that is on every path, so that it is
+    gathered wherever it is used.
     """
     numbers = {id(m): number for number, unit in enumerate(units) for m in unit.modules}
     # Inner units come before outer ones.
@@ -511,10 +511,10 @@ def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Param
 
 
 class _Rehearsal:
-    """Steps of which only the schedule knows; modules run once, in the order of their definition.
+    """Steps of the schedule alone; modules run once each, in the order of their definition.
 
     Attributes:
-        peak_nbytes: The most unsharded bytes at once, from the first step on.
+        peak_nbytes: The most unsharded bytes at one time, from the first step on.
     """
 
     def __init__(
@@ -542,8 +542,8 @@ class _Rehearsal:
         self.peak_nbytes = 0
 
     def count_gathers(self, micro_batches: int) -> list[int]:
-        """Return how often each group is gathered in a step of so many forwards and backwards."""
-        for _ in range(3):  # Learn the order in one step, take another, count in a third.
+        """Return the number of gathers of each group, in a step of some micro-batches."""
+        for _ in range(3):  # Learn the order in one step, make a second one, count in a third.
             self._counts = [0] * len(self._groups)
             for micro in range(micro_batches):
                 self._run_pass(is_first=micro == 0)
@@ -560,7 +560,7 @@ class _Rehearsal:
                 self._nbytes -= nbytes
 
     def _run_pass(self, *, is_first: bool) -> None:
-        """Run one forward and backward; before the first one of a step shards have changed."""
+        """Run one forward and backward; before the first one of a step, shards have changed."""
         schedule = self._schedule
         self._stale = set(schedule.live) if is_first else set()
         self._left: list[tuple[str, int, bool]] = []
@@ -570,7 +570,7 @@ class _Rehearsal:
         self._forward(self._root, set())
         self._do(schedule.end_pass(needs_backward=self._has_trainable))
         for what, index, is_last in reversed(self._left):
-            if what == "exit":  # Backward goes through the forward from its end.
+            if what == "exit":  # Backward goes through the forward in reverse.
                 self._do(schedule.enter_backward(index))
             else:
                 self._do(schedule.exit_backward(index, is_last=is_last))
@@ -598,7 +598,7 @@ class _Rehearsal:
         if self._has_trainable:
             self._left.append(("exit", index, False))
         else:
-            del self._left[entered]  # No backward comes here.
+            del self._left[entered]  # No backward reaches this group.
         self._do(
             self._schedule.exit_forward(
                 index,
@@ -612,18 +612,18 @@ class _Rehearsal:
 
 
 class ShardPlan:
-    """What `auto_shard` is about to do, or has done: groups, bytes, collectives.
+    """The plan of `auto_shard`, applied or not: groups, bytes, collectives.
 
     ``print(plan)`` shows a table. Nothing is changed before `apply`.
 
     Attributes:
-        model: The root; what `apply` shards.
-        mesh_shape: (shard,) or (replicate, shard).
+        model: The root, which `apply` shards.
+        mesh_shape: Shape (shard,) or (replicate, shard).
         groups: Every group that has parameters, in the order of sharding; the root's is last.
-        without_group: Names of units that have no group, for all their parameters are tied or
-            shared, and belong to a unit around them.
-        strategy: The strategy of the call, or None.
-        is_applied: The model is sharded.
+        without_group: Names of units without a group, because all their parameters are tied or
+            shared and belong to a unit around them.
+        strategy: Strategy of the call, or None.
+        is_applied: Whether the model has been sharded.
     """
 
     def __init__(
@@ -655,13 +655,13 @@ class ShardPlan:
     def apply(self) -> nn.Module:
         """Shard the model as planned; return it.
 
-        If a callable that prepares modules raises, the groups before it are sharded already.
+        If a callable that prepares modules raises, the groups before that one are already sharded.
 
         Raises:
-            WrapError: It was applied before, was made for a mesh shape without ranks, or the
+            WrapError: The plan was applied before, was made for a mesh shape without ranks, or the
                 model's parameters have been replaced since.
-            MeshError: As of `fully_shard`.
-            StateError: As of `materialize`.
+            MeshError: An error of `fully_shard`.
+            StateError: An error of `materialize`.
         """
         if is_shape_only(self._mesh):
             msg = (
@@ -680,7 +680,7 @@ class ShardPlan:
             raise WrapError(msg)
         for experts in {u.experts for u in self._units if u.experts is not None}:
             made = experts.cut()
-            for unit in self._units:  # Tied experts belong to a unit around some that hold them.
+            for unit in self._units:  # Tied experts belong to an outer unit.
                 ignored = unit.arguments["ignored_params"]
                 unit.arguments["ignored_params"] = {made.get(param, param) for param in ignored}
         for unit in self._units:
@@ -700,27 +700,27 @@ class ShardPlan:
     # --- numbers ---
 
     def traffic(self, micro_batches: int = 1) -> PlannedTraffic:
-        """Return what a step communicates on each rank.
+        """Return the communication of a step on each rank.
 
-        It is exact if modules run once in each forward, in the order in which they are defined, and
-        if no gradient clipping, logging or checkpoint comes in between. Ranks compare, besides, who
-        used which parameter: 8 bytes for each, once for each reduced backward.
+        The numbers are exact if modules run once in each forward, in the order of their definition,
+        and if no gradient clipping, logging or checkpoint comes in between. In addition, ranks
+        compare which rank used which parameter: 8 bytes for each, once for each reduced backward.
 
         Args:
-            micro_batches: Forwards and backwards between two steps of the optimizer. A strategy
-                says which of them reduce; without one all do.
+            micro_batches: Number of forwards and backwards between two steps of the optimizer. A
+                strategy determines which of them reduce; without one all do.
         """
         return sum(self.traffic_of_groups(micro_batches), PlannedTraffic())
 
     def traffic_of_groups(self, micro_batches: int = 1) -> list[PlannedTraffic]:
-        """Return what a step communicates, for each of `groups`."""
+        """Return the communication of a step, for each of `groups`."""
         if micro_batches not in self._steps:
             self._steps[micro_batches] = self._step(micro_batches)
         return self._steps[micro_batches][0]
 
     @property
     def memory(self) -> PlannedMemory:
-        """Bytes on one rank."""
+        """Return the bytes on one rank."""
         groups = self.groups
         kept = sum(group.unsharded_nbytes for group in groups if not group.is_resharded)
         return PlannedMemory(
@@ -733,7 +733,7 @@ class ShardPlan:
         )
 
     def _step(self, micro_batches: int) -> tuple[list[PlannedTraffic], int]:
-        """Return what each group communicates, and the most unsharded bytes at once."""
+        """Return the communication of each group, and the most unsharded bytes at one time."""
         strategy = self.strategy
         stays = strategy is not None and not strategy.reshard_after_backward
         sums_whole = strategy is not None and not strategy.reduces_each_micro_batch
@@ -751,10 +751,10 @@ class ShardPlan:
         ]
         return costs, rehearsal.peak_nbytes
 
-    # --- shown ---
+    # --- text ---
 
     def __repr__(self) -> str:
-        """Return one line."""
+        """Return one line of text."""
         state = "applied" if self.is_applied else "not applied"
         return f"<ShardPlan of {len(self.groups)} groups on {self.mesh_shape} ranks, {state}>"
 
@@ -793,7 +793,7 @@ def _prepared(
     prepare: Callable[[nn.Module, dict[str, Any]], Any],
     arguments: dict[str, Any],
 ) -> nn.Module:
-    """Call `prepare`; put what it returns where the module was."""
+    """Call `prepare`; put the module that it returns in its place."""
     result = prepare(module, arguments)
     if result is None or result is module:
         return module

@@ -1,4 +1,4 @@
-"""Policies: from what users pass to the modules that it chooses, their order and arguments."""
+"""Policies: from the user's choice to the chosen modules, their order and arguments."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CLOSED = (nn.MultiheadAttention, ParametrizationList)
-"""Classes whose forward reads the weights of their children without a call of these."""
+"""Classes whose forward reads the weights of their children without calling them."""
 
 _Label = TypeVar("_Label")
 
 
 class ModuleTree:
-    """A model's modules, each once, under the first of its names.
+    """The modules of a model, each once, under the first of its names.
 
     Attributes:
         model: The root.
-        modules: The modules by name, parents before their children; the root's name is empty.
-        closed: Ids of modules in others that use their weights without calling them.
-        class_name: The name of the root's class.
+        modules: Modules by name, parents before their children; the root's name is empty.
+        closed: Ids of modules inside of others that use their weights without calling them.
+        class_name: Name of the root's class.
     """
 
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
@@ -66,19 +66,19 @@ class ModuleTree:
         return self._names[id(module)]
 
     def around_params(self, labels: Mapping[int, _Label]) -> dict[int, set[_Label]]:
-        """Return, by the id of each parameter, the labels that every path to it goes through.
+        """Return, by the id of each parameter, the labels that are on every path to it.
 
         A path goes from the root through modules down to one that holds the parameter. There are
-        several where modules share a weight (tied), and where parents share a module.
+        several paths if modules share a weight (tied), or if parents share a module.
 
         Args:
-            labels: The labels of modules, by their ids; the root has one. Several modules may have
-                the same.
+            labels: Labels of modules, by their ids; the root has one. Several modules may have the
+                same label.
         """
         own = {key: {label} for key, label in labels.items()}
         around = {id(self.model): own[id(self.model)]}
         is_settled = False
-        while not is_settled:  # Once more after each change: a parent may come after its child.
+        while not is_settled:  # Repeat after each change: a parent may come after its child.
             is_settled = True
             for module in self.modules.values():
                 for child in module.children():
@@ -112,16 +112,16 @@ class ModuleTree:
         return sum(param.numel() for param in self.params(module))
 
     def nbytes(self, params: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> int:
-        """Return the bytes of parameters as they are gathered."""
+        """Return the bytes of parameters in the dtype in which they are gathered."""
         cut = map(numel_and_dtype, params)
         return sum(numel * policy.dtypes_for(dtype)[0].itemsize for numel, dtype in cut)
 
     def is_container(self, module: nn.Module) -> bool:
-        """Whether a module has no forward, so that it is never called."""
+        """Whether a module has no forward and is therefore never called."""
         return isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward
 
     def may_be_unit(self, module: nn.Module) -> bool:
-        """Whether a policy is asked about a module: it is called, and holds parameters."""
+        """Whether a policy may choose a module: it is called, and holds parameters."""
         return (
             module is not self.model
             and id(module) not in self.closed
@@ -130,11 +130,11 @@ class ModuleTree:
         )
 
     def candidates(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules that policies are asked about, by name."""
+        """Yield the modules that a policy may choose, by name."""
         return ((name, m) for name, m in self.modules.items() if self.may_be_unit(m))
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the names that a pattern matches: `*` stands for a part of a name between dots."""
+        """Return the names that a pattern matches; `*` matches one part of a name between dots."""
         parts = map(re.escape, pattern.split("*"))
         expression = re.compile("[^.]+".join(parts))
         found = [name for name in self.modules if name and expression.fullmatch(name)]
@@ -151,8 +151,8 @@ class ModuleTree:
 
 # --- torch_xla's and FSDP1's policies -------------------------------------------------------------
 #
-# A policy is asked twice about a module: ``recurse=True``, whether to look at its children, then
-# ``recurse=False``, whether to wrap it, given the number of parameters that its children left.
+# A policy is called twice for a module: with ``recurse=True``, whether to visit its children, then
+# with ``recurse=False``, whether to wrap it, given the number of parameters that its children left.
 
 MIN_NUM_PARAMS = 100_000_000
 _NUMBER_NAMES = ("unwrapped_params", "nonwrapped_numel")
@@ -209,16 +209,16 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Choose modules bottom-up as soon as they hold enough parameters that none inside has taken.
+    """Choose modules bottom-up once they hold enough parameters that no inner unit has taken.
 
     Use it as ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000_000)``.
 
     Args:
-        module: The module that is asked about.
-        recurse: Whether to look at its children; otherwise whether it is a unit.
-        unwrapped_params: Elements of its parameters that no unit inside of it holds.
-        min_num_params: The number of elements that make a unit.
-        force_leaf_modules: Classes into which nobody looks; None: ``{nn.MultiheadAttention}``.
+        module: Module to decide about.
+        recurse: Whether the call asks to visit its children; otherwise whether it is a unit.
+        unwrapped_params: Number of elements of its parameters that no inner unit holds.
+        min_num_params: Number of elements that make a unit.
+        force_leaf_modules: Classes that are not visited inside; None: ``{nn.MultiheadAttention}``.
         exclude_wrap_modules: Classes that are no units; None: ``{nn.ModuleList, nn.ModuleDict}``.
 
     Source: torch_xla's and torch's function of this name.
@@ -232,7 +232,7 @@ def size_based_auto_wrap_policy(
 
 
 def _takes(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a policy can be called with such arguments."""
+    """Whether a policy can be called with these arguments."""
     try:
         inspect.signature(policy).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -241,9 +241,9 @@ def _takes(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 def _asker(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], Any] | None:
-    """Return how to call a policy in the protocol; None: it is to be called with the module alone.
+    """Return a caller for a policy in the protocol; None: it takes the module alone.
 
-    Arguments are given by the names that it has for them, else by position. The number is
+    Arguments are passed by the policy's own names for them, else by position. The number is
     `unwrapped_params` in torch_xla, and `nonwrapped_numel` in torch.
     """
     try:
@@ -266,14 +266,14 @@ def _asker(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], Any] 
 def choose_by_protocol(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], Any]) -> Choice:
     """Return the modules that a policy chooses, children before parents.
 
-    Modules without a forward, or without parameters, are no units whatever the policy says. A
-    module that several have in common counts for the first of them.
+    Modules without a forward or without parameters are never units, whatever the policy says. A
+    module that several parents share counts for the first of them.
     """
     chosen: Choice = {}
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> int:
-        """Choose in a module; return the elements that units in it have."""
+        """Choose in a module; return the number of elements that units in it hold."""
         if id(module) in seen:
             return tree.numel(module)
         seen.add(id(module))
@@ -291,54 +291,54 @@ def choose_by_protocol(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], A
 
 
 def _is_by_size(policy: Any) -> bool:
-    """Whether a policy is that by size, of whichever package: it may well choose nothing."""
+    """Whether a policy is by size, of any package; such a policy may choose nothing."""
     while isinstance(policy, functools.partial):
         policy = policy.func
     return getattr(policy, "__name__", None) == size_based_auto_wrap_policy.__name__
 
 
 def size_policy(min_num_params: int) -> Callable[..., bool]:
-    """Return the policy by size with another number, as Accelerate's `fsdp_min_num_params`."""
+    """Return the policy by size with another number, like Accelerate's `fsdp_min_num_params`."""
     return functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
 
 
 # --- balance --------------------------------------------------------------------------------------
 #
-# docs/design/wrapping.md says what is chosen, and why. Only names, shapes and dtypes count: the
-# choice is the same on all ranks, and on the meta device.
+# docs/design/wrapping.md describes the choice and its reasons. Only names, shapes and dtypes count:
+# the choice is the same on all ranks, and on the meta device.
 
 _PIECE_NBYTES = 128 << 10
 """Latency times bandwidth of one link: 5 us at 25 GB/s."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-"""Code chooses which of their children run."""
+"""Containers whose children run only as code chooses."""
 
 _CHAINS = (*_LISTS, nn.Sequential)
 
 _FRACTION = 8
-"""A group is at most one part in so many of the model, if it can be divided."""
+"""A divisible group is at most one part of this many of the model."""
 
 
 def bounds(model_nbytes: int, num_ranks: int) -> tuple[int, int]:
-    """Return the bytes of the smallest and of the largest group that are aimed at."""
+    """Return the intended bytes of the smallest and of the largest group."""
     smallest = min(_PIECE_NBYTES * num_ranks, model_nbytes // _FRACTION)
     smallest = max(smallest, _schedule.BATCH_NBYTES, 1)
     return smallest, max(model_nbytes // _FRACTION, _FRACTION * smallest)
 
 
 def group_neighbours(sizes: Sequence[int], smallest: int) -> list[list[int]]:
-    """Divide neighbours into groups of at least `smallest`, as many and as equal as can be.
+    """Divide adjacent items into groups of at least `smallest`, as many and as equal as possible.
 
     Args:
-        sizes: The size of each, in their order.
-        smallest: One of this size or more is a group by itself; smaller ones in front of the first
-            such one, or too few behind one, join it.
+        sizes: Sizes of the items, in their order.
+        smallest: Least size of a group. An item of this size or more is a group by itself. Smaller
+            items before the first such item, or too few after one, join that item.
 
     Returns:
-        Positions by group, in order; none if all together are below `smallest`.
+        Positions by group, in order; empty if all items together are below `smallest`.
     """
     groups: list[list[int]] = []
-    rest: list[int] = []  # In front of the first one, and too few for a group.
+    rest: list[int] = []  # Before the first group, and too few for one.
     for is_small, run in itertools.groupby(range(len(sizes)), lambda i: sizes[i] < smallest):
         found = [*run]
         if not is_small:
@@ -356,7 +356,7 @@ def group_neighbours(sizes: Sequence[int], smallest: int) -> list[list[int]]:
 
 
 def _equal_parts(positions: list[int], sizes: Sequence[int], smallest: int) -> list[list[int]]:
-    """Divide small neighbours; no parts if all together are below `smallest`."""
+    """Divide small adjacent items; empty if all together are below `smallest`."""
     total = sum(sizes[position] for position in positions)
     for count in range(total // smallest, 0, -1):
         parts: list[list[int]] = [[]]
@@ -389,7 +389,7 @@ class _Balance:
         self._groups: list[tuple[list[nn.Module], int]] = []
 
     def choose(self) -> Choice:
-        """Return the groups, without the root's; none if the model is small."""
+        """Return the groups, without the root's; empty if the model is small."""
         self._divide(self._tree.model)
         self._split_remainder()
         return {
@@ -398,9 +398,9 @@ class _Balance:
         }
 
     def _free(self, module: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters that a group of a module would take, or that may leave the root.
+        """Return the parameters that a group of a module would take, also out of the root.
 
-        No group has them, and they are reached through this module alone.
+        No group has them yet, and every path to them goes through this module.
         """
         return [
             param
@@ -434,7 +434,7 @@ class _Balance:
             is_block = is_chain and self._tree.may_be_unit(child)
             is_list = is_chain and isinstance(child, _LISTS)
             is_small = is_block and nbytes <= self._largest
-            # Groups that hold a shared module beside others could be inside of each other.
+            # Groups that hold a shared module and others could lie inside of each other.
             if (is_small or is_list) and not self._tree.is_shared(child):
                 self._seen.add(id(child))
                 run.append([*self._called(child)])
@@ -445,11 +445,11 @@ class _Balance:
             if not is_chosen and not is_small:
                 self._divide(child)
             if is_block and self._nbytes(child) >= self._smallest:
-                self._add([child])  # What is left of it.
+                self._add([child])  # The remainder of it.
         self._add_run(run)
 
     def _called(self, block: nn.Module) -> Iterator[nn.Module]:
-        """Yield a block, or the modules in it if it is a list, and has no forward."""
+        """Yield a block; for a list without a forward, yield the modules in it."""
         if self._tree.may_be_unit(block):
             yield block
         elif isinstance(block, _LISTS):
@@ -463,7 +463,7 @@ class _Balance:
             self._add([module for i in group for module in run[i]])
 
     def _split_remainder(self) -> None:
-        """Split large modules off what is left to the root."""
+        """Split large modules off the root's remainder."""
         root = self._tree.model
         largest = max((nbytes for _, nbytes in self._groups), default=0)
         leaves = [
@@ -472,20 +472,20 @@ class _Balance:
             if next(module.children(), None) is None and id(module) not in self._chosen_among
         ]
         sized = [(self._nbytes(module), module) for module in leaves]
-        # Of equal ones the first: `sorted` is stable.
+        # Of equal modules the first one, since `sorted` is stable.
         for nbytes, module in sorted(sized, key=lambda item: -item[0]):
             if nbytes < self._smallest or self._nbytes(root) <= largest:
                 return
             if self._nbytes(module) != nbytes:
-                continue  # Another one holds its parameters.
+                continue  # Another module holds its parameters.
             self._add([module])
             largest = max(largest, nbytes)
 
 
 def _chosen_among(root: nn.Module) -> set[int]:
-    """Return the lists inside of blocks, and all modules in them: a rank may run some of them.
+    """Return the lists inside of blocks, with all their modules: a rank may run only some.
 
-    A block is a child of a `ModuleList`, or one of several children of a class of a `Sequential`.
+    A block is a child of a `ModuleList`, or one of several children of one class in a `Sequential`.
     """
     found: set[int] = set()
     seen: set[tuple[int, bool]] = set()
@@ -511,7 +511,7 @@ def _chosen_among(root: nn.Module) -> set[int]:
 # --- policies -------------------------------------------------------------------------------------
 
 Choice = dict[tuple[str, ...], dict[str, Any]]
-"""Names of the modules of a group, and arguments of its `fully_shard` call."""
+"""Names of the modules of each group, and arguments of its `fully_shard` call."""
 
 ARGUMENTS = (
     "mesh",
@@ -521,7 +521,7 @@ ARGUMENTS = (
     "offload_policy",
     "ignored_params",
 )
-"""What a policy may choose for one group."""
+"""Arguments that a policy may choose for one group."""
 
 _WORDS = {
     "balanced": "balanced",
@@ -534,7 +534,7 @@ _WORDS = {
 """Policies by name; the longer names are Accelerate's."""
 
 _WEIGHTS = {"free_full_weight": True, "keep_full_weight": False}
-"""What transformers' `_fsdp_plan` says of a module: whether to reshard after forward."""
+"""Words of transformers' `_fsdp_plan`, and whether each means to reshard after forward."""
 
 
 def choose(
@@ -558,14 +558,14 @@ def choose(
 
 
 def word_of(policy: Any) -> str | None:
-    """Return the own name of a policy that is a word, or that is not said; None: it is no word."""
+    """Return the standard name of a policy that is a word or None; None for other policies."""
     if isinstance(policy, str) and (policy.islower() or policy.isupper()):
         return _WORDS.get(policy.lower())  # A class may have the name Size.
     return "balanced" if policy is None else None
 
 
 def chosen_by(tree: ModuleTree, policy: Any) -> Choice:
-    """Return the groups that a policy chooses, maybe none."""
+    """Return the groups that a policy chooses; there may be none."""
     word = word_of(policy)
     if word == "no_split_modules":
         return _by_class(tree, _no_split_modules(tree.model))
@@ -603,7 +603,7 @@ def described(policy: Any) -> str:
 
 
 def _no_split_modules(model: nn.Module) -> Collection[str]:
-    """Return the names of classes that a model of transformers says must stay whole."""
+    """Return the names of classes that a model of transformers declares as indivisible."""
     found: list[str] = []
     for module in model.modules():
         found += getattr(module, "_no_split_modules", None) or ()
@@ -614,12 +614,12 @@ def _no_split_modules(model: nn.Module) -> Collection[str]:
         )
         raise WrapError(msg)
     present = {type(module).__name__ for module in model.modules()}
-    # What a composite model may hold, and this one does not, is no mistake of the user's.
+    # Classes that a composite model may hold, but this one does not, are no error of the user.
     return [name for name in dict.fromkeys(found) if name in present] or found
 
 
 def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
-    """Choose modules of classes or their names, and of their subclasses."""
+    """Choose modules of classes, given as classes or names, and of their subclasses."""
     candidates = [*tree.candidates()]
     present = {own_class(module) for module in tree.modules.values()}
     kinds: set[type] = set()
@@ -667,7 +667,7 @@ def _by_callable(tree: ModuleTree, policy: Callable[..., Any]) -> Choice:
 def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]) -> Choice:
     """Choose modules by names or patterns; a tuple of names is one group.
 
-    A name that is in several patterns takes the arguments of the last one.
+    A name that matches several patterns takes the arguments of the last one.
     """
     chosen: Choice = {}
     pairs = wanted.items() if isinstance(wanted, Mapping) else ((key, {}) for key in wanted)
@@ -700,7 +700,7 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
 
 
 def checked_arguments(value: Any, where: Any) -> dict[str, Any]:
-    """Return what a policy says of one group as arguments of `fully_shard`."""
+    """Return a policy's entry for one group as arguments of `fully_shard`."""
     if isinstance(value, str) and value in _WEIGHTS:
         return {"reshard_after_forward": _WEIGHTS[value]}
     if value is None or value is True:

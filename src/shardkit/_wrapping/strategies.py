@@ -1,4 +1,4 @@
-"""Strategies of data parallelism by name: what each shards, and which calls bring it about."""
+"""Strategies of data parallelism by name: what each shards, and the calls for it."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ StrategyName = Literal[
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is sharded, and which calls of `fully_shard` and setters bring it about.
+    """A strategy: what is sharded, and the calls of `fully_shard` and setters for it.
 
     Get one by `strategy`.
 
     Attributes:
-        name: The name that `strategy` takes.
+        name: Name that `strategy` takes.
         aliases: Other names of it: those of FSDP1 and Accelerate.
-        shards: The things that a rank has only its part of.
-        mesh_rule: The shape of mesh it takes, in words; n is the number of ranks.
-        mesh_ndim: Axes of that mesh.
+        shards: Parts of the training state of which a rank has only its shard.
+        mesh_rule: Shape of the mesh in words, where n is the number of ranks.
+        mesh_ndim: Number of axes of that mesh.
         reshard_after_forward: Argument of `fully_shard`.
         reshard_after_backward: Argument of `set_reshard_after_backward`. False: one gather serves
             all micro-batches of a step.
-        reduces_each_micro_batch: Gradients are reduced in every backward. False: they are summed
-            whole, and reduced in the last backward of a step.
+        reduces_each_micro_batch: Whether gradients are reduced in every backward. False: unsharded
+            gradients are summed, and reduced in the last backward of a step.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Strategy:
             fully_shard(layer, **arguments)
 
         Args:
-            mesh: A mesh that is passed on, if it fits. None: `fully_shard` makes the 1-D mesh of
-                all ranks.
+            mesh: Mesh to pass on, if it fits. None: `fully_shard` makes the 1-D mesh of all ranks.
 
         Raises:
-            MeshError: The mesh has another shape than the strategy wants, or None is no such mesh.
+            MeshError: The mesh has another shape than the strategy needs, or None is passed and the
+                strategy needs another mesh.
         """
         if mesh is None and self.mesh_ndim == _HYBRID_NDIM:
             msg = (
@@ -92,18 +92,18 @@ class Strategy:
         return {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
 
     def prepare(self, model: Any) -> Any:
-        """Make the setter calls that the strategy wants, on the sharded root; return it.
+        """Call the setters of the strategy on the sharded root, and return the root.
 
-        `auto_shard` does it. After `fully_shard` by hand call it once.
+        `auto_shard` does this. After `fully_shard` by hand, call it once.
         """
         if not self.reshard_after_backward:
             model.set_reshard_after_backward(False)
         return model
 
     def begin_micro_batch(self, model: Any, *, is_last: bool) -> None:
-        """Say whether the micro-batch that begins is the last of its step. Call it on the root.
+        """Set whether the micro-batch that begins is the last of its step. Call it on the root.
 
-        Without it every backward reduces, which is right but costs a reduction each.
+        Without this call every backward reduces, which is correct but costs a reduction each.
         """
         if not self.reduces_each_micro_batch:
             model.set_requires_gradient_sync(is_last)
@@ -115,8 +115,8 @@ class Strategy:
 
         Args:
             world_size: Number of ranks.
-            ranks_per_copy: Ranks that share one copy of the model, in hybrid strategies only. None:
-                those of a host, from the launcher's `LOCAL_WORLD_SIZE`.
+            ranks_per_copy: Number of ranks that share one copy of the model, for hybrid strategies
+                only. None: the ranks of a host, from the launcher's `LOCAL_WORLD_SIZE`.
 
         Raises:
             MeshError: There is no such shape.
@@ -146,10 +146,10 @@ class Strategy:
         return (world_size // ranks_per_copy, ranks_per_copy)
 
     def check_mesh_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise if a mesh of this shape is not the strategy's.
+        """Raise if the strategy has no mesh of this shape.
 
         Raises:
-            MeshError: It is not.
+            MeshError: The shape does not fit the strategy.
         """
         fits = len(shape) == self.mesh_ndim and (self.name != "replicate" or shape[-1] == 1)
         if not fits:
@@ -220,7 +220,7 @@ STRATEGIES = (
         reshard_after_forward=False,
     ),
 )
-"""All there are."""
+"""All strategies."""
 
 
 def _plain(name: str) -> str:
@@ -243,8 +243,8 @@ def strategy(name: StrategyName | enum.Enum | Strategy) -> Strategy:
     | ``hybrid_zero2`` | ``_HYBRID_SHARD_ZERO2`` | (copies, n / copies) | as zero2, within a copy |
 
     Args:
-        name: One of these, upper or lower case, with or without ``_`` and ``-``; or a member of
-            torch's enum ``ShardingStrategy``; or a `Strategy`, which is returned.
+        name: One of these names, in upper or lower case, with or without ``_`` and ``-``; or a
+            member of torch's enum ``ShardingStrategy``; or a `Strategy`, which is returned.
 
     Raises:
         WrapError: There is no such strategy.

@@ -1,4 +1,4 @@
-"""Failures of one rank become the same error on all ranks."""
+"""Turn failures of one rank into the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def rank_of(group: Any) -> int:
-    """Return this process' rank in a process group, None for the default one; it must be in it."""
+    """Return this process' rank in a process group (None: the default one), or raise."""
     rank = group_rank(group)
     if rank < 0:
         msg = "this rank is not in process_group. Call it on the ranks of the group only."
@@ -37,7 +37,7 @@ def rank_of(group: Any) -> int:
 def of_all(item: T, ranks: Any) -> list[T]:
     """Return the item of every rank of a process group or a mesh, in their order.
 
-    Cost: an all-gather of the items; over each axis of a mesh.
+    Cost: an all-gather of the items; for a mesh, one over each of its axes.
     """
     if not isinstance(ranks, DeviceMesh):
         return exchange(item, ranks, "a checkpoint")
@@ -60,10 +60,11 @@ def agreed(
     identity: Callable[[T], object] | None = None,
     different: str = _DIFFERENT,
 ) -> T:
-    """Run something on all ranks of a group or mesh, and raise on all if it raised on any.
+    """Run a function on all ranks of a group or mesh, and raise on all if it raised on any.
 
-    `act` must not communicate; `identity` of its result must be the same on all ranks, or an error
-    begins with `different`. It says what was not done and each rank's reason. Cost: as `of_all`.
+    `act` must not communicate. `identity` of its result must be the same on all ranks, else an
+    error begins with `different`. Other errors begin with `what`, and give each rank's reason.
+    Cost: as `of_all`.
     """
     error: Exception | None = None
     try:
@@ -84,7 +85,7 @@ def agreed(
 
 
 def raise_any(what: str, reasons: Sequence[str | None], cause: Exception | None = None) -> None:
-    """Raise if any rank has a reason to; all of them have these lists of reasons by rank."""
+    """Raise if any rank has a reason to; every rank must pass the same `reasons`, by rank."""
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if failed:
         raise CheckpointError(_message(what, failed)) from cause
@@ -96,7 +97,7 @@ def axes_of(mesh: DeviceMesh) -> list[AxisComm]:
 
 
 class FirstRank:
-    """What only the first of some ranks does (`is_this`), while the others wait for it."""
+    """Actions of the first of some ranks only (`is_this`), while the others wait for it."""
 
     def __init__(self, axes: Sequence[AxisComm], what: str) -> None:
         self.is_this = all(axis.rank == 0 for axis in axes)
@@ -106,14 +107,14 @@ class FirstRank:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Keep an error until `raise_error`: the other ranks must not wait for what comes."""
+        """Keep an error until `raise_error`, so that the other ranks need not wait."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is
             self.error = self.error or error
 
     def raise_error(self) -> None:
-        """Raise on all ranks what the first one met. Cost: an exchange per axis."""
+        """Raise the first rank's error on all ranks. Cost: an exchange per axis."""
         error, msg = self.error, None
         if error is not None:
             msg = f"rank {group_rank(None)} {self._what}: {_reason(error)}"
@@ -123,7 +124,7 @@ class FirstRank:
 
 
 def error_of(what: str, exception: api.CheckpointException) -> BaseException:
-    """Return what to raise for an error that DCP gathered from all ranks; a ctrl-C stays one."""
+    """Return what to raise for errors that DCP gathered; a KeyboardInterrupt stays one."""
     found = [error for error, _ in exception.failures.values()]
     for error in found:
         if not isinstance(error, Exception):
@@ -141,7 +142,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _message(what: str, failed: Mapping[int, str]) -> str:
-    """List the reasons by rank; those of several ranks once."""
+    """List the reasons by rank; a reason that several ranks share is listed once."""
     ranks: dict[str, list[int]] = {}
     for rank, reason in failed.items():
         ranks.setdefault(reason, []).append(rank)
@@ -159,5 +160,5 @@ def _of_ranks(ranks: list[int]) -> str:
 
 
 def quote(path: Path) -> str:
-    """Name a checkpoint in a sentence."""
+    """Return how messages name a checkpoint."""
     return f"checkpoint {str(path)!r}"

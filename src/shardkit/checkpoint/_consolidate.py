@@ -1,4 +1,4 @@
-"""Checkpoints without the ranks that wrote them: made into whole files, described, verified."""
+"""Checkpoints without the ranks that wrote them: consolidated, described and verified."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SUFFIX = "_rank-*-of-*.pth"
-"""Of per-rank files, after their common prefix."""
+"""Pattern of what follows the common prefix in the names of per-rank files."""
 
 _OPTIMIZERS = ("optim", "optimizer")
 
 
-def consolidate(  # noqa: PLR0913 - what there is to say of both sides
+def consolidate(  # noqa: PLR0913 - the checkpoint, and the file to write
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
@@ -70,35 +70,36 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
     suffix: str = DEFAULT_SUFFIX,
     progress: Progress = None,
 ) -> Path:
-    """Write a checkpoint of any number of ranks as whole tensors. No process group, no GPU.
+    """Write a checkpoint of any number of ranks as whole tensors, without process group or GPU.
 
     Args:
-        source: A checkpoint directory (shardkit's, FSDP2's or another of
-            torch.distributed.checkpoint's), the common prefix of per-rank files of
+        source: A checkpoint directory (of shardkit, FSDP2 or another user of
+            torch.distributed.checkpoint); or the common prefix of per-rank files, of
             `local_state_dict` or of torch_xla's FSDP (``{"model": model.state_dict(),
-            "shard_metadata": model.get_shard_metadata()}``, without need of torch_xla), or a file
-            of whole tensors to convert.
+            "shard_metadata": model.get_shard_metadata()}``; torch_xla need not be installed); or a
+            file of whole tensors to convert.
         out: A file; or a directory, see `FullWriter`.
         format: ``"torch"`` or ``"safetensors"``.
-        max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `out` is a directory.
+        max_shard_size: Size of a file at most, e.g. ``"5GB"``; then `out` is a directory.
         dtype: Dtype of floating-point tensors of the model in the file; None: their own.
-        optimizer: Option to write ``{"model": ..., "optim": ...}`` with the optimizer's state by
+        optimizer: Whether to write ``{"model": ..., "optim": ...}``, with the optimizer's state by
             parameter names. Default: the model's state dict alone.
-        model_key: Place of the model in a checkpoint directory, e.g. ``"app.model"``; None: under a
-            key ``model``, or all of it.
-        suffix: Pattern of what follows the prefix of per-rank files.
-        progress: Way to show progress: by default a bar on the terminal if it takes longer than a
-            second and rich is installed; False: none; or a function of the bytes done and of all.
+        model_key: Place of the model in a checkpoint directory, e.g. ``"app.model"``; None: the key
+            ``model`` if there is one, otherwise the whole checkpoint.
+        suffix: Pattern of what follows the prefix in the names of per-rank files.
+        progress: Way to show progress: by default a bar on the terminal, if it takes longer than a
+            second and rich is installed; False: none; or a function of the bytes done and of all
+            bytes.
 
     Returns:
         `out`.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, incomplete (naming the missing ranks' files),
-            mixed or foreign, or `out` cannot hold it.
+        CheckpointError: The checkpoint is damaged, incomplete (the error names the missing ranks'
+            files), mixed or foreign, or `out` cannot hold it.
 
-    Cost: each byte read and written once; memory: the largest tensor, and one saved chunk of it
-    where that is not a run of it; 16 MiB for per-rank files.
+    Cost: each byte is read and written once. Memory: the largest tensor, and one saved chunk of it
+    where that is no contiguous range of the tensor; 16 MiB for per-rank files.
     """
     check_saved_dtype(dtype)
     checkpoint = open_checkpoint(source, suffix)
@@ -147,17 +148,17 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
 def open_checkpoint(
     source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
 ) -> DistributedCheckpoint | RankFiles | FullFile:
-    """Open whatever there is under a path or prefix."""
+    """Open the checkpoint under a path or prefix, whatever its kind."""
     with reading(source):
         path = Path(source)
         if (path / METADATA_FILE).exists():
             return DistributedCheckpoint(path)
-        # A pattern of text, since a prefix is no directory.
+        # The pattern is matched as text, since a prefix is no directory.
         names = glob.glob(glob.escape(str(source)) + suffix)  # noqa: PTH207
         if files := [Path(name) for name in sorted(names)]:
             return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
         if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
-            return DistributedCheckpoint(path)  # Which says what is missing.
+            return DistributedCheckpoint(path)  # It raises, and says what is missing.
         if not path.exists():
             msg = (
                 f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give "
@@ -177,9 +178,9 @@ def open_checkpoint(
 
 
 def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield key and part of flattened tensors, in order; each part is good until the next.
+    """Yield keys and parts of flattened tensors, in order; the next part overwrites the last one.
 
-    From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
+    Tensors in a checkpoint directory are read as a whole, since their chunks may be any boxes.
     """
     largest = max((checkpoint.infos[key].nbytes for key in keys), default=0)
     is_whole = isinstance(checkpoint, DistributedCheckpoint)
@@ -202,7 +203,7 @@ def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
 def _plan(
     checkpoint: Source, source: object, *, model_key: str | None, optimizer: bool
 ) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
-    """Return the key in the checkpoint of each name in the file, and what makes its content."""
+    """Return the key in the checkpoint for each name in the file, and what makes its content."""
     root = model_root(checkpoint, source, model_key)
     inside = {key: path for key, path in checkpoint.paths.items() if path[: len(root)] == root}
     if not optimizer:
@@ -260,11 +261,11 @@ def model_root(checkpoint: Source, source: object, model_key: str | None = None)
 class TensorSummary:
     """One tensor of a checkpoint."""
 
-    name: str  # Key of it.
-    shape: tuple[int, ...]  # Shape of the whole.
+    name: str  # Key of the tensor.
+    shape: tuple[int, ...]  # Shape of the whole tensor.
     dtype: str  # Dtype, as torch names it.
-    nbytes: int  # Size of the whole.
-    # Places of its parts: offsets and sizes, or a range of the flattened whole, by file.
+    nbytes: int  # Size of the whole tensor.
+    # Places of its parts by file: offsets and sizes, or a range of the flattened tensor.
     chunks: list[dict[str, Any]]
 
 
@@ -275,14 +276,14 @@ class Description:
     kind: str  # ``"checkpoint directory"``, ``"per-rank files"`` or ``"whole tensors"``.
     step: int | None  # Training step that was saved with it, or None.
     world_size: int | None  # Ranks that wrote it, or None where that is not recorded.
-    has_checksums: bool  # Whether there are checksums of all of its content.
-    entries: list[TensorSummary]  # Tensors of it, sorted by name.
+    has_checksums: bool  # Whether checksums cover all of its content.
+    entries: list[TensorSummary]  # Tensors in it, sorted by name.
     others: list[str]  # Names of entries that are no tensors.
     files: dict[str, int]  # Sizes of the files in bytes, by name.
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return sum(entry.nbytes for entry in self.entries)
 
 
@@ -315,8 +316,8 @@ def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
 class Verification:
     """What `verify` found."""
 
-    problems: list[str] = field(default_factory=list)  # Faults.
-    # Parts that have no checksums, and what was compared in their place.
+    problems: list[str] = field(default_factory=list)  # Problems that were found.
+    # Parts without checksums, and what was compared in their place.
     unverified: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -331,8 +332,8 @@ class Verification:
 def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Verification:
     """Read all of a checkpoint, and compare it with its checksums.
 
-    These are those of shardkit's manifest, and of the entries of files of torch.save, which
-    checkpoint directories of others consist of. Where there are none, sizes are compared.
+    These are the checksums of shardkit's manifest, and those in the files of torch.save, of which
+    other checkpoint directories consist. Where there are none, sizes are compared.
 
     Cost: every byte is read; memory for the largest chunk.
     """
@@ -395,7 +396,7 @@ def _verify_archives(checkpoint: DistributedCheckpoint, found: Verification) -> 
                 zipfile.ZipFile(Slice(file.fileno(), where.offset, where.length)) as archive,
             ):
                 entries = archive.infolist()
-                # shardkit leaves these out, for they are in the manifest.
+                # shardkit leaves these checksums out, since they are in the manifest.
                 bare = [e for e in entries if e.file_size and not e.CRC]
                 damaged = [
                     e.filename for e in entries if e not in bare and not _is_whole(archive, e)
@@ -429,7 +430,7 @@ def _verify_archives(checkpoint: DistributedCheckpoint, found: Verification) -> 
 def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
     try:
         with archive.open(entry) as content:
-            while content.read(PART_NBYTES):  # What is compressed may be a thousand times as large.
+            while content.read(PART_NBYTES):  # Compressed content may be 1000 times as large.
                 pass
     except zipfile.BadZipFile:
         return False

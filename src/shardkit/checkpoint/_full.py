@@ -1,4 +1,4 @@
-"""Files of whole tensors: sharded models are saved to and loaded from them by tensors."""
+"""Files of whole tensors: sharded models are saved to and loaded from them tensor by tensor."""
 
 from __future__ import annotations
 
@@ -61,18 +61,19 @@ def save_full(
     dtype: torch.dtype | None = None,
     progress: Progress = None,
 ) -> Path:
-    """Write a sharded model as whole tensors, as ``model.state_dict()`` of a plain one is saved.
+    """Write a sharded model as whole tensors, in the form of a plain model's ``state_dict()``.
 
-    Call it on all ranks; the first rank of the mesh writes. What it writes appears under its name
-    when it is complete and on the disk.
+    Call it on all ranks; the first rank of the mesh writes. The file appears under its name when it
+    is complete and on the disk.
 
     Args:
-        path: A file, which is replaced; or a directory for several files and for safetensors,
-            see `FullWriter`.
+        path: A file, which is replaced; or a directory, for several files and for safetensors, see
+            `FullWriter`.
         model: Module sharded by `fully_shard`.
-        format: ``"torch"``: what torch.load reads, also with ``mmap=True``; ``"safetensors"``: what
-            Hugging Face's libraries read. Of tied names it keeps the first, as they do.
-        max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `path` is a directory.
+        format: ``"torch"``: the format of torch.load, also with ``mmap=True``; ``"safetensors"``:
+            the format of Hugging Face's libraries. Of tied names it keeps the first, as these
+            libraries do.
+        max_shard_size: Size of a file at most, e.g. ``"5GB"``; then `path` is a directory.
         dtype: Dtype of floating-point tensors in the file; None: their own.
         progress: Argument of `load_full`.
 
@@ -80,11 +81,12 @@ def save_full(
         `path`.
 
     Raises:
-        CheckpointError: On all ranks: it cannot be written (with the reason), or the model is not
-            sharded, or on several meshes.
+        CheckpointError: On all ranks: the file cannot be written (with the reason), or the model is
+            not sharded, or is on several meshes.
 
-    Cost: a broadcast per piece and 16 MiB within the writer's shard axis, in sum the file's bytes,
-    and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters one whole tensor.
+    Cost: within the writer's shard axis, a broadcast of each piece in parts of 16 MiB, in sum the
+    file's bytes; and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters one whole
+    tensor.
     """
     disk.check_saved_dtype(dtype)
     state = state_of(model)
@@ -135,7 +137,7 @@ def save_full(
                 meter.add(part.nbytes)
         if first.error is None:
             with first.trying():
-                stack.close()  # Gives the file its name.
+                stack.close()  # This gives the file its name.
         first.raise_error()
     return Path(path)
 
@@ -143,10 +145,10 @@ def save_full(
 def _parts(
     tensor: Tensor, dtype: torch.dtype, writer: int, rooms: dict[torch.device, Tensor]
 ) -> Iterator[Tensor]:
-    """Yield a flattened tensor in order, each part good until the next. Collective.
+    """Yield a flattened tensor in order; the next part overwrites the last one. Collective.
 
-    Ranks whose shard axis does not lead to the writer hold the same as others, and yield none.
-    `rooms` is memory for parts by device, kept from one tensor to the next.
+    Ranks outside the writer's shard axis hold replicas of the same pieces, and yield nothing.
+    `rooms` holds memory for parts, by device, and keeps it from one tensor to the next.
     """
     if not isinstance(tensor, ShardedTensor) or tensor.spec.tensor_parallel is not None:
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -166,7 +168,7 @@ def _parts(
             part = room[: min(room.numel(), stop - start - begin)]
             if owner == spec.axis.rank:
                 part.copy_(tensor.to_local()[begin : begin + part.numel()])
-            # As bytes: not every backend sends every dtype.
+            # Sent as bytes, since not every backend sends every dtype.
             spec.axis.broadcast(part.view(torch.uint8), src=owner)
             yield part
 
@@ -181,10 +183,10 @@ class LoadedNames(NamedTuple):
     """What `load_full` could not match.
 
     Attributes:
-        missing_keys: Names of the model that the file lacks; with ``strict=True`` none.
-        unexpected_keys: Names of the file that the model lacks; with ``strict=True`` none.
-        meta_keys: Tensors of the model that are still on the meta device: missing ones, and those
-            buffers that state dicts leave out (``persistent=False``) and no module can compute.
+        missing_keys: Names of the model that the file lacks; empty with ``strict=True``.
+        unexpected_keys: Names of the file that the model lacks; empty with ``strict=True``.
+        meta_keys: Tensors of the model that are still on the meta device: missing ones, and buffers
+            that state dicts leave out (``persistent=False``) and that no module can compute.
     """
 
     missing_keys: list[str]
@@ -201,37 +203,39 @@ def load_full(
     broadcast_from_rank0: bool = False,
     progress: Progress = None,
 ) -> LoadedNames:
-    """Load whole tensors, from a file or memory, into a model, sharded or not, or on meta.
+    """Load whole tensors from a file or memory into a model, which may be sharded or on meta.
 
-    Each rank reads the ranges that it owns, straight into its pieces, and converts to the dtype of
-    the model's tensors. Parameters stay the objects that they are. Names are those of
-    ``model.state_dict()``; of tied ones the file needs one. Hooks that rename what is loaded, as
-    some modules have for old files, are not called, nor what transformers does for models that it
-    saves under other names (``save_pretrained(..., save_original_format=False)`` saves theirs).
+    Each rank reads the ranges that it owns, straight into its pieces, and converts them to the
+    dtype of the model's tensors. Parameters stay the same objects. Names are those of
+    ``model.state_dict()``; of tied names the file needs only one. Hooks that rename what is loaded,
+    which some modules have for old files, are not called. Neither is the conversion of transformers
+    for models that it saves under other names (``save_pretrained(..., save_original_format=False)``
+    saves the model's own names).
 
     Buffers on meta that state dicts leave out (``persistent=False``: tables of positions) are
-    computed by their modules, as `materialize` has it done; what was loaded stays as it is.
+    computed by their modules, in the way of `materialize`. This changes nothing that was loaded.
 
     Args:
         path: File or directory that `FullFile` reads: a file of torch.save, of safetensors, or a
             Hugging Face directory; or a state dict of plain tensors, on any device. All ranks must
-            see or have it, unless `broadcast_from_rank0`: then the others may pass None, {} or
-            anything.
+            see the file or have the state dict. With `broadcast_from_rank0` only the first rank
+            needs it, and the others may pass None, {} or anything.
         model: Module to load into. Parameters on meta get memory for this rank's pieces only.
-        strict: Error if names are missing or unexpected.
-        broadcast_from_rank0: Mode in which only the first rank of the mesh reads, and sends to the
-            others part after part. These take memory for their pieces and one part.
-        progress: Way to show progress: by default a bar on rank 0's terminal, if it takes longer
-            than a second and rich is installed; False: none; or a function of the bytes that this
-            rank has done and will.
+        strict: Whether missing or unexpected names are an error.
+        broadcast_from_rank0: Mode in which only the first rank of the mesh reads, and sends part
+            after part to the others. These need memory for their pieces and one part.
+        progress: Way to show progress: by default a bar on rank 0's terminal, if the load takes
+            longer than a second and rich is installed; False: none; or a function of two numbers,
+            the bytes that this rank has read and all that it will read.
 
     Raises:
-        CheckpointError: Before anything is loaded, on all ranks alike: for all names that are
+        CheckpointError: Before anything is loaded, on all ranks alike: it lists all names that are
             missing, unexpected, or of another shape or kind of dtype.
 
-    Cost: no collectives. Reads this rank's share of the file straight into the pieces; where dtype
-    or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole. With
-    `broadcast_from_rank0` a broadcast of every 16 MiB of each tensor over each axis of the mesh.
+    Cost: no collectives. Each rank reads its share of the file straight into its pieces; where
+    dtype or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole.
+    With `broadcast_from_rank0`, a broadcast of every 16 MiB of each tensor over each axis of the
+    mesh.
     """
     state = state_of(model)
     entries = by_identity(state)
@@ -287,7 +291,7 @@ def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
     """Fill those tensors of the model that the source has under one of their names."""
     infos, device = source.infos, device_of(entry.tensor for entry in entries)
     wanted = [(e.tensor, [name for name in e.names if name in infos]) for e in entries]
-    # The last name is what torch's load_state_dict would leave in a tied tensor.
+    # torch's load_state_dict loads a tied tensor under each name, so the last one remains.
     jobs = [
         (tensor, names[-1], _nbytes_read(tensor, infos[names[-1]]))
         for tensor, names in wanted
@@ -297,15 +301,15 @@ def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
     for tensor, name, nbytes in jobs:
         fill_tensor(source, name, tensor, device)
         meter.add(nbytes)
-    for tensor, name, _ in jobs:  # Pieces share memory, and so the version that a note is for.
+    for tensor, name, _ in jobs:  # Only now: pieces share memory, and its version.
         if isinstance(tensor, ShardedTensor):
             note_written(tensor, functools.partial(_first_elements, source, name))
 
 
 def _first_elements(source: Source, name: str) -> list[Tensor]:
-    """Return what ranks compare of a tensor that they have loaded."""
+    """Return the values of a loaded tensor that ranks compare."""
     if isinstance(source, FromFirstRank):
-        return [torch.zeros(1)]  # All have got the same.
+        return [torch.zeros(1)]  # All ranks have received the same values.
     return [source.read(name, 0, min(source.infos[name].numel, _NUM_COMPARED))]
 
 

@@ -1,4 +1,4 @@
-"""`load`: a saved state into a model, optimizers and other objects."""
+"""`load` puts a saved state into a model, optimizers and other objects."""
 
 from __future__ import annotations
 
@@ -62,35 +62,35 @@ def load(
     progress: Progress = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Load a checkpoint that `save` wrote, another of DCP, or a full file; call it on all ranks.
+    """Load a checkpoint of `save`, another one of DCP, or a full file; call it on all ranks.
 
-    The number of ranks, the mesh, and how parameters are grouped may be others than when it was
-    saved: each rank reads what it holds. Nothing in the files is executed. What has a manifest is
+    The number of ranks, the mesh and the grouping of parameters may differ from those at the save:
+    each rank reads what it holds. Nothing in the files is executed. A checkpoint with a manifest is
     verified by checksums.
 
     Args:
         path: The checkpoint's directory, see `latest`; or whole tensors, see `load_full`.
-        model: Module that gets its parameters and buffers in place; those on the meta device get
+        model: Module whose parameters and buffers are filled in place; those on the meta device get
             memory.
         optimizer: One optimizer or several; they need not have been stepped.
-        strict: Error if entries are missing, or left over on all ranks. Entries of another shape
-            are always an error.
+        strict: Whether it is an error if entries are missing, or if no rank uses an entry. Entries
+            of another shape are always an error.
         process_group: The ranks that load; default: all.
-        progress: Argument of `save`, here of bytes read.
-        **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names that they were
-            saved under.
+        progress: Argument of `save`, here for the bytes that are read.
+        **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names under which they
+            were saved.
 
     Returns:
         The other extras by name. Tensors among them are whole, on the host.
 
     Raises:
         CheckpointError: On all ranks, with the reason of each rank that failed. It lists all
-            entries that do not fit; then nothing has been changed. If it is damage found while
-            reading, the model and optimizers may hold a part of the checkpoint; if an object among
-            the extras refuses its state, all of it.
+            entries that do not fit; then nothing has been changed. If damage is found while
+            reading, the model and optimizers may hold a part of the checkpoint. If an object among
+            the extras refuses its state, they hold all of it.
 
-    Cost: four all-gathers of a few bytes, with optimizers six. Of memory beside the state: for
-    one saved chunk, where it must be cut or converted.
+    Cost: four all-gathers of a few bytes, six with optimizers. Memory beside the state: one saved
+    chunk, where a chunk must be cut or converted.
     """
     background.wait()
     target = directory.normalized(path)
@@ -117,7 +117,7 @@ def load(
 
         def attempt() -> dict[str, Any]:
             together = _Together(target, what, process_group)
-            together(lambda: _look(target) if rank == 0 else None)  # Before anybody reads.
+            together(lambda: _look(target) if rank == 0 else None)  # Before any rank reads.
             planned = together(plan, lambda made: made.identity)
             everyone = of_all(planned.misfits, process_group)
             raise_any(what, [_report(each.common(everyone), strict=strict) for each in everyone])
@@ -146,11 +146,11 @@ def _report(misfits: Misfits, *, strict: bool) -> str | None:
 
 
 class _ReplacedError(Exception):
-    """Another job has replaced a checkpoint while it was read: it is read once more."""
+    """Another job has replaced a checkpoint while it was read; it is read once more."""
 
 
 class _Together:
-    """Runs each part of a load on all ranks of a group; none goes on where one failed."""
+    """Runs each part of a load on all ranks of a group; if one rank fails, no rank goes on."""
 
     def __init__(self, target: Path, what: str, group: Any) -> None:
         self._target = target
@@ -159,7 +159,7 @@ class _Together:
         self._before = directory.stamp(target)
 
     def __call__(self, act: Callable[[], T], same: Callable[[T], object] | None = None) -> T:
-        """Run something that does not communicate; return its result, or raise on all ranks."""
+        """Call a function that does not communicate; return its result, or raise on all ranks."""
         try:
             return agreed(self._group, self._what, lambda: self._noting_damage(act), same)
         except CheckpointError as error:
@@ -169,19 +169,19 @@ class _Together:
 
     def _is_replaced(self) -> bool:
         found = directory.stamp(self._target)
-        if found is None:  # Where names cannot be exchanged, nothing has it for a moment.
+        if found is None:  # Where names cannot be exchanged, the name is unused for a moment.
             beside = asides_in(self._target.parent)
             return any(aside.name == self._target.name for aside in beside)
         return found != self._before
 
     def _noting_damage(self, act: Callable[[], T]) -> T:
-        """Have `latest` pass over the checkpoint if something of it is damaged."""
+        """Have `latest` pass over the checkpoint if a part of it is damaged."""
         try:
             return act()
         except CheckpointError as error:
             if DAMAGED not in str(error) or not (self._target / MANIFEST_FILE).exists():
                 raise
-            # Another job may have put another one in its place.
+            # Another job may have put another checkpoint in its place.
             if not directory.note_damage(self._target, str(error), self._before):
                 raise
             msg = f"{error} latest() passes over this one from now on."
@@ -189,7 +189,7 @@ class _Together:
 
 
 def is_full(path: Path) -> bool:
-    """Whether a path is that of whole tensors: a file, or a directory as Hugging Face's."""
+    """Whether a path holds whole tensors: a file, or a directory in the format of Hugging Face."""
     return path.is_file() or (
         path.is_dir()
         and not (path / METADATA_FILE).exists()
@@ -198,13 +198,13 @@ def is_full(path: Path) -> bool:
 
 
 def _look(path: Path) -> None:
-    """Finish what a crash left, and look whether there is a checkpoint; on one rank."""
+    """Finish what a crash interrupted, and check that there is a checkpoint; on one rank."""
     directory.recover(path)
     check_is_checkpoint(path)
 
 
 class _LoadPlan:
-    """What is read where, for all parts."""
+    """Which entries are read into which memory, for all parts."""
 
     def __init__(
         self,
@@ -232,19 +232,19 @@ class _LoadPlan:
         self._extras = ExtrasPart(source, claimed, objects, misfits)
 
     def carry_out(self, together: _Together) -> dict[str, Any]:
-        """Read all, and give it to its objects; return the extras."""
+        """Read all entries, and give them to their objects; return the extras."""
         optimizers, extras = self._optimizers, self._extras
         if optimizers is None:
             return together(lambda: extras.put(self._load_model()))
         loaded = together(self._load_model)
-        # Optimizers of whole matrices communicate where they show their state, and where they get
-        # it. No rank does so before all have read what they need.
+        # Optimizers of whole matrices communicate when they return their state and when they
+        # receive it. No rank does so before all ranks have read what they need.
         room = optimizers.make_room()
         optimizers.put(together(lambda: self._source.fill(room)))
         return together(lambda: extras.put(loaded))
 
     def _load_model(self) -> dict[str, Any]:
-        """Read the model's and the extras' entries; give the model its own."""
+        """Read the model's and the extras' entries; give the model its entries."""
         of_model = {} if self._model is None else self._model.targets
         loaded = self._source.fill({**self._extras.targets, **of_model})
         if self._model is not None:
@@ -265,11 +265,11 @@ def _check_arguments(model: nn.Module | None, optimizers: Any, objects: Mapping[
 
 # --- model, optimizers, extras --------------------------------------------------------------------
 #
-# Each says what it wants to have read where, notes what does not fit, and puts what was read into
-# its objects. Nothing is changed before all parts have been looked at.
+# Each part lists the entries to read and the memory for them, notes what does not fit, and puts
+# what was read into its objects. Nothing is changed before all parts have been checked.
 
 _HOST = torch.device("cpu")
-_NOT_STRICT = StateDictOptions(strict=False)  # What is missing has been looked for before.
+_NOT_STRICT = StateDictOptions(strict=False)  # Missing entries have been noted before.
 
 
 def room(info: TensorInfo | None) -> Tensor | None:
@@ -278,7 +278,7 @@ def room(info: TensorInfo | None) -> Tensor | None:
 
 
 class ModelPart:
-    """A model, whose tensors are read into in place."""
+    """A model, whose tensors are filled in place."""
 
     def __init__(self, source: DistributedCheckpoint, model: nn.Module, misfits: Misfits) -> None:
         self._model = model
@@ -299,16 +299,17 @@ class ModelPart:
                 misfits.missing.append(f"model: {name!r}: expected {described(value)}")
             elif misfits.compare(f"model: {name!r}", value, infos[entry]):
                 target = _with_memory(value, device)
-                # What hooks made of the model's tensors must go back through `load_state_dict`.
+                # Copies that hooks made of the model's tensors must go back through
+                # `load_state_dict`.
                 if target is value and value is not None and _storage_of(value) in storages:
                     self._in_place.add(name)
                 self.targets[entry] = self._state[name] = target
         own = set(self.entries.values()).union(*self._nested.values())
         of_others = entries_of_other_stages(source.stages, own)
-        # Names of what a pipeline's other stages saved, which are no fault.
+        # Names that other stages of a pipeline saved. They may be left over.
         self.of_others = {entry.removeprefix(prefix) for entry in of_others}
         others = entries_of_optimizers(infos) - own
-        # Entries that are the model's, or would be.
+        # Entries of the model, and entries that have its prefix.
         self.claimed = {entry for entry in infos if entry.startswith(prefix)} - others
         for entry in infos:
             if entry in self.claimed and entry not in own:
@@ -316,9 +317,9 @@ class ModelPart:
                 misfits.left_over(line, is_of_others=entry in of_others)
 
     def _find_extra_state(self, source: DistributedCheckpoint, name: str) -> bool:
-        """Find a module's extra state, of whatever shape: as one entry, or as DCP flattens dicts.
+        """Find a module's extra state, in one entry or in the several that DCP makes of a dict.
 
-        It is the module that made it that knows what fits.
+        Any shape is accepted: only the module itself knows what fits.
         """
         entry = self.entries[name]
         found: dict[str, Keys] = {entry: ()}
@@ -330,7 +331,7 @@ class ModelPart:
         return bool(found)
 
     def put(self, loaded: Mapping[str, Any]) -> None:
-        """Give the model what could not be read in place, and have its hooks called."""
+        """Give the model the entries that could not be read in place, and have its hooks called."""
         state = {
             name: loaded[entry]
             for name, entry in self.entries.items()
@@ -348,18 +349,18 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _storage_of(tensor: Tensor) -> int | None:
-    """Return what tells memory from other memory; None of tensors that have none of their own."""
+    """Return a number that identifies a tensor's memory; None if the tensor has none of its own."""
     memory = memory_of(tensor)
     if not is_plain(memory):
         return None
     try:
         return memory.untyped_storage().data_ptr()
-    except RuntimeError:  # Traced tensors have no address; what is sharded shares its piece.
+    except RuntimeError:  # Traced tensors have no address, but sharded ones share the piece.
         return id(memory)
 
 
 def _with_memory(value: Any, device: torch.device) -> Any:
-    """Return a tensor to read into: the model's own, or if it is on meta a new one."""
+    """Return a tensor to read into: the model's own, or a new one if that is on meta."""
     if not isinstance(value, Tensor):
         return None
     if not value.is_meta:
@@ -412,17 +413,18 @@ class OptimizerPart:
         _compare_classes(model, optimizers, self._saved, misfits)
         for entry, (name, keys) in self._places.items():
             info = self._infos[entry]
-            # State of the saved parameter's shape, if the parameter has another.
+            # Entries of the saved parameter's shape must have the shape of the present parameter.
             of_model = self._infos.get(model_part.entries.get(name, ""))
             if info is not None and of_model is not None and info.shape == of_model.shape:
                 where = join_keys((name, *keys))
                 misfits.compare(f"optimizer: {where!r}", params[name], info)
 
     def make_room(self) -> dict[str, Any]:
-        """Return what is read where, by entry; called when the model's parameters have memory."""
+        """Return the memory to read into, by entry, once the model's parameters have memory."""
         if not self._places and not self._groups:
             return {}
-        # What the optimizers have is read into: fresh memory takes longer than reading does.
+        # The optimizers' present tensors are read into: allocating memory takes longer than
+        # reading.
         present = get_optimizer_state_dict(self._model, self._optimizers)["state"]
         rooms = {
             name: {
@@ -464,12 +466,12 @@ class OptimizerPart:
         for entry, (name, keys) in self._places.items():
             found.setdefault(name, {})[keys] = loaded[entry]
         for name, values in found.items():
-            self._state["state"].setdefault(name, {}).update(nested(values))  # Lists are lists.
+            self._state["state"].setdefault(name, {}).update(nested(values))  # Lists stay lists.
         put_optimizer_state(self._model, self._optimizers, self._state, strict=False)
 
 
 def _is_room(value: Any, info: TensorInfo | None) -> bool:
-    """Whether what an optimizer has can be read into: sharded tensors; others are small."""
+    """Whether a value of an optimizer can be read into: only sharded tensors, others are small."""
     return isinstance(value, ShardedTensor) and not value.is_meta and info == TensorInfo.of(value)
 
 
@@ -480,7 +482,7 @@ def _compare_names(
     of_others: Collection[str],
     misfits: Misfits,
 ) -> None:
-    """Note parameters of which nothing was saved; those never stepped stand in groups only."""
+    """Note parameters without saved state; those that were never stepped are in groups only."""
     in_groups = {name for group in groups for name in group.get("params", ())}
     found = {first_name[alias] for alias in (*saved, *in_groups) if alias in first_name}
     misfits.missing += [
@@ -506,8 +508,8 @@ _KEPT = {
     "Rprop": ("step", "prev", "step_size"),
     "ASGD": ("step", "eta", "mu", "ax"),
 }
-"""What torch's optimizers keep of a parameter."""
-_KEPT_BESIDE = ("step", "master")  # Also where a class has its inner one keep it.
+"""State that torch's optimizers keep for each parameter."""
+_KEPT_BESIDE = ("step", "master")  # Not compared: an inner optimizer may keep them.
 
 
 def _compare_classes(
@@ -516,20 +518,20 @@ def _compare_classes(
     saved: Mapping[str, Mapping[str, TensorInfo | None]],
     misfits: Misfits,
 ) -> None:
-    """Note state that an optimizer never uses: it was saved by one of another class."""
+    """Note state that an optimizer never uses, since another class of optimizer saved it."""
     for optimizer in as_optimizers(optimizers):
         kind = getattr(optimizer, "optimizer_class", type(optimizer))
         is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in _KEPT
         kept: Collection[str]
         if is_known:
             kept = _KEPT[kind.__name__]
-        else:  # Nobody knows before it steps.
+        else:  # Its keys are unknown before it steps.
             kept = {key for state in optimizer.state.values() for key in state}
         found: dict[str, str] = {}
         for aliases, _ in parameters_by_name(model, optimizer):
             for name in aliases:
                 keys = {key for key in saved.get(name, ()) if key not in _KEPT_BESIDE}
-                # An unknown class may have more at other settings, but not nothing in common.
+                # With other settings an unknown class may keep more keys, but some are the same.
                 if kept and (is_known or keys.isdisjoint(kept)):
                     found |= dict.fromkeys(sorted(keys.difference(kept, found)), name)
         misfits.unexpected += [
@@ -540,7 +542,7 @@ def _compare_classes(
 
 
 class ExtrasPart:
-    """What else there is: loaded into objects, or returned."""
+    """The other entries, which are loaded into objects or returned."""
 
     def __init__(
         self,
@@ -568,7 +570,7 @@ class ExtrasPart:
             info = source.entries[entry]
             target = None
             if info is not None and path[0] in objects:
-                # Sharded tensors of the object are read into; others are too.
+                # Tensors of the object's own state are read into, sharded ones too.
                 if path[0] not in states:
                     states[path[0]] = objects[str(path[0])].state_dict()
                 target = element(states[path[0]], path[1:])
@@ -576,7 +578,7 @@ class ExtrasPart:
             self.targets[entry] = _with_memory(target, _HOST) if fits else room(info)
 
     def put(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Load objects; return what nobody was given for."""
+        """Load the objects; return the values for which no object was passed."""
         values = {path: loaded[entry] for entry, path in self._paths.items()}
         extras = nested(values) if values else {}
         for name, value in self._objects.items():
@@ -594,8 +596,9 @@ class ExtrasPart:
 
 # --- which entry is whose -------------------------------------------------------------------------
 #
-# Found by names, whoever wrote it. shardkit writes ``model.``, ``optim.`` and ``extra.``. Training
-# scripts that use DCP themselves often write other prefixes, or none.
+# Entries are matched by their names, whichever program wrote them. shardkit writes ``model.``,
+# ``optim.`` and ``extra.``. Training scripts that use DCP themselves often write other prefixes, or
+# none.
 
 MODEL_PREFIXES = ("model.", "app.model.", "state.model.", "")
 OPTIMIZER_PREFIXES = (
@@ -618,7 +621,7 @@ def model_prefix(entries: Collection[str], names: Collection[str]) -> str:
 def entries_of_other_stages(
     stages: Sequence[frozenset[str]], wanted: Collection[str]
 ) -> frozenset[str]:
-    """Return entries that were saved by stages of a pipeline of which a model has none."""
+    """Return the entries of those stages of a pipeline that saved no part of this model."""
     everything = frozenset().union(*stages)
     own, rest = frozenset[str](), everything.intersection(wanted)
     while rest:
@@ -628,9 +631,9 @@ def entries_of_other_stages(
 
 
 def optimizer_prefix(entries: Collection[str]) -> str | None:
-    """Return the prefix under which there is an optimizer's state; None if there is none."""
+    """Return the prefix of an optimizer's state; None if there is none."""
     for prefix in OPTIMIZER_PREFIXES:
-        # Not its state: it may have none, and modules are called so.
+        # The state itself does not tell: it may be empty, and modules may have that name.
         if any(entry.startswith(f"{prefix}param_groups") for entry in entries):
             return prefix
     return None
@@ -648,9 +651,9 @@ def entries_of_optimizers(entries: Collection[str]) -> set[str]:
 def optimizer_entries(
     paths: Mapping[str, Keys], prefix: str, known: Collection[str]
 ) -> Iterator[tuple[str, str, Keys]]:
-    """Yield entries of parameters' state, each with the parameter's name and the keys behind it.
+    """Yield the entries of parameters' state, each with the parameter's name and further keys.
 
-    Names have dots in them, as what is behind them may have: those that are `known` are found.
+    Names of parameters contain dots, and so may the keys; names in `known` are recognized.
     """
     for entry, text, keys in entries_below(paths, f"{prefix}state"):
         if len(keys) > 1:
@@ -661,9 +664,9 @@ def optimizer_entries(
 
 
 def entries_below(paths: Mapping[str, Keys], head: str) -> Iterator[tuple[str, str, Keys]]:
-    """Yield the entries in a nested value, each with the text and the keys behind its name.
+    """Yield the entries below the name `head`, each with the rest of its name and of its keys.
 
-    There are no keys where only the text is known.
+    The keys are empty where only the name is known.
     """
     for entry, path in paths.items():
         if entry.startswith(f"{head}."):
@@ -673,7 +676,7 @@ def entries_below(paths: Mapping[str, Keys], head: str) -> Iterator[tuple[str, s
 
 
 def element(values: Any, path: Keys) -> Any:
-    """Return what is at a path in nested dicts and lists; None if there is nothing."""
+    """Return the value at a path in nested dicts and lists; None if there is none."""
     for key in path:
         try:
             values = values[key]

@@ -1,7 +1,7 @@
-"""One file per rank: a rank's own pieces as plain tensors, with a description of how they are cut.
+"""One file per rank: its pieces as plain tensors, with a description of how they are cut.
 
-Written and read by torch.save and torch.load without a class of shardkit, and without processes
-made into whole tensors again (`_consolidate`). What is in such a file::
+torch.save and torch.load write and read these files without any class of shardkit. One process can
+join them to whole tensors again (`_consolidate`). The content of such a file::
 
     "model":           {name: 1-D piece, or a whole tensor that is not sharded, or extra state}
     "optimizer":       {"<parameter>.<state>": the same}
@@ -10,9 +10,9 @@ made into whole tensors again (`_consolidate`). What is in such a file::
                         "model":     {name: {"shape", "dtype", "range", "cut"}},
                         "optimizer": {parameter: {state: the same, or None: no tensor}}}
 
-``range`` is [start, stop) of the flattened whole, ``cut`` says how all ranks' ranges come about
-(`FlatLayout.cut`); both are None for a whole tensor. ``save`` is a random number that files written
-together share.
+``range`` is [start, stop) of the flattened whole tensor. ``cut`` describes how the ranges of all
+ranks are computed (`FlatLayout.cut`). Both are None for a whole tensor. ``save`` is a random number
+that is the same in all files of one save.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def local_state_dict(
         optimizer: One optimizer or several.
 
     Returns:
-        State, as the module's docstring says. The tensors share memory with the model and the
-        optimizer.
+        State, in the form that the module's docstring describes. The tensors share memory with the
+        model and the optimizer.
 
     Raises:
-        CheckpointError: The model is not sharded, on meta, on XLA devices, or split by tensor
-            parallelism too.
+        CheckpointError: The model is not sharded, on meta, on XLA devices, or also split by tensor
+            parallelism.
 
     Cost: one exchange of a number per mesh axis.
     """
@@ -115,24 +115,24 @@ def local_state_dict(
 
 
 def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Return what this rank's pieces are: as `local_state_dict` describes them, without values.
+    """Return the description of this rank's pieces that `local_state_dict` has, without values.
 
-    For scripts that save pieces in files of their own. Names are those of the model without
-    sharding; ``dict(model.named_parameters())`` has the parameters by the same ones.
+    For scripts that save pieces in their own files. Names are those of the model without sharding;
+    ``dict(model.named_parameters())`` has the parameters by the same names.
 
     Args:
         model: Module sharded by `fully_shard`.
 
     Returns:
-        ``"rank"`` and ``"world_size"``: of all ranks that hold the model; ``"mesh"``:
+        ``"rank"`` and ``"world_size"``: among all ranks that hold the model; ``"mesh"``:
         ``"device_type"``, ``"shape"``, ``"names"`` of the axes and ``"coordinate"`` of this rank;
-        ``"tied"``: other names of tensors, each with the first one; ``"model"``: by name
-        ``"shape"`` and ``"dtype"`` of the whole, ``"range"``, the elements [start, stop) of the
-        flattened whole that this rank has, and ``"cut"``, how the ranges of all ranks come about;
-        both are None for what is not sharded.
+        ``"tied"``: other names of tensors, each with the first name; ``"model"``: for each name
+        ``"shape"`` and ``"dtype"`` of the whole tensor, ``"range"``, the elements [start, stop) of
+        the flattened tensor that this rank has, and ``"cut"``, how the ranges of all ranks are
+        computed; the last two are None for a tensor that is not sharded.
 
     Raises:
-        CheckpointError: As `local_state_dict`.
+        CheckpointError: The same as for `local_state_dict`.
 
     Cost: no collectives.
     """
@@ -206,14 +206,15 @@ def load_local_state_dict(
     """Load what `local_state_dict` returned on this rank, into a model that is sharded alike.
 
     Args:
-        model: Module sharded over as many ranks, with the same groups; it may be on meta.
-        state: State of the same rank, e.g. ``torch.load(path, weights_only=True)``; copied.
+        model: Module sharded over the same number of ranks, with the same groups; it may be on
+            meta.
+        state: State of the same rank, e.g. ``torch.load(path, weights_only=True)``; it is copied.
         optimizer: One optimizer or several, if they were saved.
 
     Raises:
-        CheckpointError: On all ranks: on one of them it is not such a state, one of another rank or
-            number of ranks, or cut in another way (all names are listed); or the ranks have states
-            of different saves. Nothing is changed then.
+        CheckpointError: On all ranks, if one rank passes something else, the state of another rank
+            or number of ranks, or one that is cut in another way (all names are listed); or if the
+            ranks pass states of different saves. Nothing is changed then.
 
     Cost: one exchange of a number per mesh axis.
     """
@@ -244,7 +245,7 @@ def load_local_state_dict(
 def _fitting_metadata(
     state: dict[str, Any], mine: dict[str, Any], mesh: DeviceMesh, *, has_optimizer: bool
 ) -> dict[str, Any]:
-    """Return the description in a state that fits this rank's model."""
+    """Return the description in a state; raise if the state does not fit this rank's model."""
     metadata = metadata_of(state, "the state dict")
     place = (mesh.ranks.index(mesh.rank), len(mesh.ranks))
     saved_place = (metadata["rank"], metadata["world_size"])
@@ -281,7 +282,7 @@ def _fitting_metadata(
 def _compare(
     mine: dict[str, Any], saved: dict[str, Any], described: dict[str, Any], misfits: Misfits
 ) -> None:
-    """Note what differs between a model and what was saved of one."""
+    """Note the differences between a model and a saved state."""
     for name, tensor in mine.items():
         if name not in saved or not isinstance(tensor, Tensor):
             continue
@@ -301,7 +302,7 @@ def _compare(
 
 
 def _wrong_of_optimizer(saved: dict[str, Any], described: dict[str, Any]) -> Any:
-    """Yield what of an optimizer's state is not what is said of it."""
+    """Yield each value of an optimizer's state that does not match its description."""
     for name, entries in described.items():
         for key, of_entry in entries.items():
             value = saved[f"{name}.{key}"]

@@ -1,4 +1,4 @@
-"""`save` and `async_save`: a model, its optimizers and other state into one directory."""
+"""`save` and `async_save` write a model, its optimizers and other state into one directory."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be saved, and how."""
+    """The state to save, and how to save it."""
 
     path: Path  # Directory of the checkpoint.
     model: nn.Module | None  # Module, or None.
     # One optimizer, several, or None.
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
     extra: Mapping[str, Any]  # Values, or objects with ``state_dict``.
-    keep_last: int | None  # Number of checkpoints that stay beside each other; None: all.
+    keep_last: int | None  # Number of checkpoints to keep; None: all.
     overwrite: bool  # Permission to replace a checkpoint of this name.
     progress: Progress  # Argument of `save`.
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant, before anything has been done; on every rank alike."""
+        """Refuse wrong arguments before anything has been done, on every rank alike."""
         check_arguments(self.model, self.optimizers)
         if self.model is None and not self.extra:
             msg = f"{quote(self.path)}: there is nothing to save. Pass a model or extras."
@@ -74,7 +74,7 @@ class Job:
             raise CheckpointError(msg)
 
     def collect(self) -> dict[str, Any]:
-        """Return the state as DCP takes it: sharded tensors are not copied."""
+        """Return the state in the form that DCP takes, without copies of sharded tensors."""
         state: dict[str, Any] = {}
         if self.model is not None:
             state["model"] = {
@@ -95,7 +95,7 @@ class Job:
 
 
 def check_arguments(model: Any, optimizers: Any) -> None:
-    """Refuse what is no model or no optimizer; on every rank alike."""
+    """Refuse a wrong model or optimizer, on every rank alike."""
     if model is not None and not isinstance(model, nn.Module):
         msg = (
             f"model: expected a module, not {type(model).__name__}. Pass the model itself, not its "
@@ -105,7 +105,7 @@ def check_arguments(model: Any, optimizers: Any) -> None:
     if optimizers is None:
         return
     several = () if hasattr(optimizers, "param_groups") else optimizers
-    # A list is asked for several times, which a generator does not bear.
+    # The list is iterated several times, which a generator does not allow.
     if not isinstance(several, Collection) or not all(hasattr(o, "param_groups") for o in several):
         msg = (
             f"optimizer: expected an optimizer or a list of them, not {type(optimizers).__name__}. "
@@ -152,7 +152,7 @@ def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any) -> Path:
 
 
 def _write_alone(writer: CheckpointWriter, planner: SavePlanner) -> None:
-    """Do what ``dcp.save`` does in one process, without its warning that there is but one."""
+    """Do what ``dcp.save`` does in one process, without its warning that there is only one."""
     try:
         planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
         writer.set_up_storage_writer(is_coordinator=True, rank=0)
@@ -167,17 +167,17 @@ def _write_alone(writer: CheckpointWriter, planner: SavePlanner) -> None:
 
 
 def _extra(name: str, value: Any) -> Any:
-    """Return an extra as DCP takes it: in one entry, or if it is sharded in one for each tensor."""
+    """Return an extra in the form that DCP takes: one entry, or one per tensor if it is sharded."""
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         value = value.state_dict()
     return _in_entries(name, value) if _is_distributed_state(value) else Whole(name, value)
 
 
 def _in_entries(name: str, value: Any) -> Any:
-    """Return a value with entries for its tensors, and for what has none in it one entry.
+    """Return a value with one entry per sharded tensor, and one for each part that has none.
 
     Raises:
-        CheckpointError: DCP would make strings of the keys that lead to sharded tensors.
+        CheckpointError: DCP would turn the keys that lead to sharded tensors into strings.
     """
     if not _is_distributed_state(value):
         is_entry = isinstance(value, Tensor) or (isinstance(value, dict) and _is_kept(value))
@@ -198,7 +198,7 @@ def _in_entries(name: str, value: Any) -> Any:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether a value comes back as it was after DCP has taken its dicts and lists apart."""
+    """Whether a value comes back unchanged after DCP has taken its dicts and lists apart."""
     if isinstance(value, dict):
         keys_stay = bool(value) and all(isinstance(key, str) for key in value)
         return keys_stay and all(map(_is_kept, value.values()))
@@ -208,7 +208,7 @@ def _is_kept(value: Any) -> bool:
 
 
 def _is_distributed_state(value: Any) -> bool:
-    """Whether ranks hold different parts of a value: it has sharded tensors in it."""
+    """Whether a value has sharded tensors in it, so that each rank holds a different part."""
     if isinstance(value, dict):
         return any(map(_is_distributed_state, value.values()))
     if isinstance(value, list) or type(value) is tuple:
@@ -217,7 +217,7 @@ def _is_distributed_state(value: Any) -> bool:
 
 
 def layout_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe how a model's parameters are spread over ranks, for people who look at a file."""
+    """Describe how a model's parameters are spread over ranks, for people who read the manifest."""
     meshes: list[dict[str, Any]] = []
     params: dict[str, int] = {}
     for name, param in model.items():
@@ -237,14 +237,14 @@ def layout_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- saves in the background ----------------------------------------------------------------------
 #
-# A process, or its default process group, that ends while one is under way waits for it. What is
-# never complete is named.
+# A process that ends, or destroys its default process group, waits for a save under way. The log
+# names a save that never completes.
 
 END_LIMIT_S = 600.0
 """How long the end of a process, or of the default process group, waits for a save."""
 
 _SIGTERM_LIMIT_S = 25.0  # torchrun, SLURM and Kubernetes kill 30 s after SIGTERM.
-_SILENT_S = 5.0  # Who waits no longer than this says nothing.
+_SILENT_S = 5.0  # A wait no longer than this logs nothing.
 
 _logger = logging.getLogger("shardkit")
 
@@ -255,21 +255,21 @@ _ALIGNMENT = 64
 class Staging:
     """Memory on the host for copies of a state's tensors.
 
-    It is kept from one copy to the next: memory fresh from the system takes several times as long
-    to be written as the copy itself. Training goes on while a copy is being written to the disk, so
-    the peak is the same as if it were given back in between.
+    It is kept from one copy to the next, because writing to fresh memory takes several times as
+    long as the copy itself. Training goes on while a copy is written to the disk, so giving the
+    memory back in between would not lower the peak.
     """
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
     def release(self) -> None:
-        """Give the memory back to the system, once no copy is in it any more."""
+        """Give the memory back to the system, when no copy uses it any more."""
         self._buffer = None
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state like this one with tensors of its own; overwrite the last copy."""
+        """Return a state like this one whose tensors are copies; they overwrite the last ones."""
         tensors = (leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor))
         copies = self._copy_all({id(tensor): memory_of(tensor) for tensor in tensors})
         result: dict[str, Any] = map_leaves(
@@ -285,7 +285,7 @@ class Staging:
                 total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         on_accelerator = {t.device for t in tensors.values()} - {torch.device("cpu")}
         if self._buffer is None or self._buffer.numel() < total:
-            self._buffer = None  # First: there is not room for both.
+            self._buffer = None  # First, since there is no room for both.
             self._buffer = _allocate(total, pinned=bool(on_accelerator))
         copies = {}
         for key, tensor in tensors.items():
@@ -308,12 +308,12 @@ def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # So the first copy takes fewer page faults.
+        memory.madvise(mmap.MADV_HUGEPAGE)  # The first copy then takes fewer page faults.
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _like(tensor: Any, memory: Tensor) -> Any:
-    """Return a tensor like another, of which this rank holds `memory`."""
+    """Return a tensor like `tensor` whose part on this rank is `memory`."""
     if isinstance(tensor, ShardedTensor):
         return ShardedTensor(memory, tensor.spec)
     if hasattr(tensor, "to_local"):
@@ -332,13 +332,13 @@ class SaveHandle:
     """A checkpoint that is being written."""
 
     def __init__(self, job: Job, state: dict[str, Any] | Exception, group: Any) -> None:
-        """Start to write; or to tell other ranks why this one has nothing to write."""
+        """Start to write, or to tell the other ranks why this rank has nothing to write."""
         self._path = job.path
         self._error: BaseException | None = None
         self._is_asked = False
         self._is_given_up = False
         self._rank = rank_of(group)
-        # A daemon: the end of the process waits for it by `end`, which has a limit.
+        # A daemon thread: the end of the process waits for it through `end`, which has a limit.
         self._thread = threading.Thread(
             target=self._write, args=(job, state, group), name="shardkit-save", daemon=True
         )
@@ -357,12 +357,13 @@ class SaveHandle:
             self._error = error
         finally:
             if signal.getsignal(signal.SIGTERM) == self._end_by_sigterm:
-                # Only main threads may call signal.signal, and one that is blocked in a collective
-                # would not come to call a handler: SIGTERM ends the process at once, as before.
+                # Only the main thread may call signal.signal. A main thread that is blocked in a
+                # collective would never run a Python handler. So SIGTERM ends the process at once,
+                # as before.
                 ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), None)
 
     def _catch_sigterm(self) -> None:
-        """Let SIGTERM wait for this save, if the user has no handler of it."""
+        """Let SIGTERM wait for this save, unless the user has set a handler."""
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGTERM)
             is_ours = isinstance(getattr(handler, "__self__", None), SaveHandle)
@@ -376,14 +377,14 @@ class SaveHandle:
         os.kill(os.getpid(), number)
 
     def done(self) -> bool:
-        """Whether the checkpoint is complete, or has failed."""
+        """Whether the save has ended: its checkpoint is complete, or it failed."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is done, at most `timeout` seconds.
+        """Wait until the save has ended, at most `timeout` seconds.
 
         Raises:
-            TimeoutError: It is not.
+            TimeoutError: The save has not ended.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -397,8 +398,8 @@ class SaveHandle:
             timeout: Limit in seconds; None: as long as it takes.
 
         Raises:
-            CheckpointError: It was not saved; the same on all ranks.
-            TimeoutError: It is not complete yet.
+            CheckpointError: The checkpoint was not saved; all ranks raise the same error.
+            TimeoutError: The checkpoint is not complete yet.
         """
         self.wait(timeout)
         self._is_asked = True
@@ -407,13 +408,13 @@ class SaveHandle:
         return self._path
 
     def unheard_error(self) -> BaseException | None:
-        """Wait until it is done; return its error if nobody has asked for the result."""
+        """Wait until the save has ended; return its error if nobody has asked for the result."""
         self.wait()
         heard, self._is_asked = self._is_asked, True
         return None if heard else self._error
 
     def end(self, limit_s: float, what: str) -> None:
-        """Wait until it is done, at most so many seconds; tell if it takes longer."""
+        """Wait until the save has ended, at most `limit_s` seconds; log it if that is too short."""
         if self._is_given_up:
             return
         silent_s = min(_SILENT_S, limit_s / 2)
@@ -433,9 +434,9 @@ class SaveHandle:
                 )
 
     def tell_error(self) -> None:
-        """Log the error of a save that is done, if nobody has asked for the result."""
+        """Log the error of a save that has ended, if nobody has asked for the result."""
         if self.done() and (error := self.unheard_error()) is not None:
-            is_of_all = isinstance(error, CheckpointError)  # Then one rank is enough.
+            is_of_all = isinstance(error, CheckpointError)  # Then rank 0 logs it for all.
             if self._rank == 0 or not is_of_all:
                 path = quote(self._path)
                 text = str(error) if is_of_all else f"{path} was not saved: {error!r}"
@@ -443,7 +444,7 @@ class SaveHandle:
 
 
 class Background:
-    """What asynchronous saves share: one at a time, their memory, their process group."""
+    """What asynchronous saves share: the save under way, the memory, the process groups."""
 
     def __init__(self) -> None:
         self.staging = Staging()
@@ -454,7 +455,8 @@ class Background:
     def start(self, job: Job, group: Any) -> SaveHandle:
         """Copy a state, and write the copy in the background.
 
-        If that fails on one rank, the others have begun to write: all hear of it as of any error.
+        If the copy fails on one rank, the other ranks have begun to write. All ranks raise its
+        error, as any other error of a save.
         """
         state: dict[str, Any] | Exception
         try:
@@ -478,7 +480,7 @@ class Background:
             self._last.end(END_LIMIT_S, "destroy_process_group")
 
     def wait(self) -> None:
-        """Wait for the save under way; its error stays for who asks for its result."""
+        """Wait for the save under way, and keep its error for the caller of its `result`."""
         if self._last is not None:
             self._last.wait()
 
@@ -488,10 +490,10 @@ class Background:
         return None if last is None else last.unheard_error()
 
     def group_like(self, group: Any) -> Any:
-        """Return a gloo group of the ranks of `group`; the first time a collective of them.
+        """Return a gloo group of the ranks of `group`; the first call is collective.
 
-        The background thread needs one of its own: collectives of one group that two threads issue
-        come in another order on each rank.
+        The background thread needs a group of its own. If two threads issue collectives on one
+        group, the collectives come in a different order on each rank.
         """
         if not dist.is_initialized():
             return None
@@ -519,39 +521,40 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
 ) -> Path:
     """Save a model, optimizers and other state; call it on all ranks.
 
-    Each rank writes what it holds into one file of a directory that all ranks see: a standard
-    checkpoint of ``torch.distributed.checkpoint`` (``dcp.load`` reads it, also for FSDP2), and a
-    manifest with checksums. Under its name there is at any moment, also after a crash, a complete
-    checkpoint or what was there before: nothing if there was nothing.
+    Each rank writes the state that it holds into one file of a directory that all ranks see. The
+    directory is a standard checkpoint of ``torch.distributed.checkpoint`` (``dcp.load`` reads it,
+    also for FSDP2) and has a manifest with checksums. At any moment, also after a crash, its name
+    leads to a complete checkpoint or to what was there before (nothing, if there was nothing).
 
     Args:
         path: The checkpoint's directory, such as ``checkpoints/step-1000``.
         model: Module, sharded or not.
         optimizer: One optimizer or several.
-        keep_last: Number of checkpoints that stay: once this one is complete, the older ones
-            beside it are deleted, and what killed runs left there. The directory should then be
-            that of one run only, and of one `process_group`.
+        keep_last: Number of checkpoints to keep. Once this one is complete, the older ones beside
+            it are deleted, and so are leftovers of killed runs. The directory should then belong to
+            one run only, and to one `process_group`.
         overwrite: Permission to replace a checkpoint of this name.
-        process_group: The ranks that save; default: all. On the first of them in rank order falls
-            the work for all. Stages of a pipeline, which hold different models, save all together
-            if each parameter has a name of its own; else one group and one path each.
-        progress: Way to show progress: by default a bar on rank 0's terminal, if it takes longer
-            than a second and rich is installed; False: none; or a function of the bytes that this
-            rank has written and will write.
-        **extra: Values that ``torch.load(weights_only=True)`` can load, those of the first rank; or
-            objects with ``state_dict`` and ``load_state_dict``, such as schedulers. An integer
-            `step` is noted in the manifest.
+        process_group: The ranks that save; default: all. The first of them in rank order does the
+            work that is done once for all. Stages of a pipeline hold different models. They save
+            all together if each parameter has a name of its own; otherwise each stage needs its own
+            group and path.
+        progress: Way to show progress: by default a bar on rank 0's terminal, if the save takes
+            longer than a second and rich is installed; False: none; or a function of two numbers,
+            the bytes that this rank has written and all that it will write.
+        **extra: Values that ``torch.load(weights_only=True)`` can load (the first rank's are
+            saved), or objects with ``state_dict`` and ``load_state_dict``, such as schedulers. An
+            integer `step` is noted in the manifest.
 
     Returns:
         The directory's absolute path.
 
     Raises:
         CheckpointError: On all ranks, with the reason of each rank that failed. What was there
-            before is still there, and nothing of the new one. Also if an asynchronous save before
-            failed and nobody asked for its result.
+            before is still there, and nothing of the new checkpoint is. Also if an earlier
+            asynchronous save failed and nobody asked for its result.
 
-    Cost: the planning of DCP (a gather and a scatter of descriptions of all tensors), 16 MiB of
-    memory for each rank; sharded tensors are not copied.
+    Cost: the planning of DCP (a gather and a scatter of descriptions of all tensors), and 16 MiB of
+    memory for each rank. Sharded tensors are not copied.
     """
     job = Job(directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
     error = background.last_error()
@@ -574,14 +577,15 @@ def async_save(  # noqa: PLR0913 - as `save`
     progress: Progress = None,
     **extra: Any,
 ) -> SaveHandle:
-    """Save as `save` does, but return when the state has been copied to memory of its own.
+    """Save as `save` does, but return when the state has been copied to separate memory.
 
-    A thread writes the copy. It is one at a time: another save waits for it. Call it on all ranks.
+    A thread writes the copy. One save runs at a time; another one waits for it. Call it on all
+    ranks.
 
-    A process that ends by its last line, ``sys.exit`` or an exception, and
-    ``dist.destroy_process_group()``, wait for it, at most 600 s. So does SIGTERM, at most 25 s, if
-    the process has no handler of its own. What is not complete then, or could not be written, is
-    named in the log (`shardkit`). ``result()`` waits as long as it takes.
+    The process waits for the save, at most 600 s, when it ends by its last line, ``sys.exit`` or an
+    exception, and in ``dist.destroy_process_group()``. After SIGTERM it waits at most 25 s, unless
+    it has a handler of its own. If a checkpoint is not complete by then, or could not be written,
+    the log (`shardkit`) names it. ``result()`` waits as long as the save takes.
 
     Args:
         path: Argument of `save`.
@@ -595,13 +599,14 @@ def async_save(  # noqa: PLR0913 - as `save`
 
     Returns:
         A handle: ``result()`` waits for the checkpoint and raises if it could not be written. If
-        nobody asks, the next save raises this error; ask on all ranks or on none.
+        nobody calls it, the next save raises this error. Call it on all ranks or on none.
 
     Raises:
-        CheckpointError: An argument is wrong, or the last asynchronous save failed unheard.
+        CheckpointError: An argument is wrong, or the last asynchronous save failed and nobody asked
+            for its result.
 
-    Cost: memory on the host for a copy of what this rank holds; it is kept for the next time,
-    until `release_staging_memory`. The first call makes a process group.
+    Cost: memory on the host for a copy of what this rank holds. It is kept for the next save, until
+    `release_staging_memory`. The first call makes a process group.
     """
     shown: Progress = False if progress is None else progress
     job = Job(directory.normalized(path), model, optimizer, extra, keep_last, overwrite, shown)
@@ -611,10 +616,10 @@ def async_save(  # noqa: PLR0913 - as `save`
 
 
 def release_staging_memory() -> None:
-    """Give back the memory that asynchronous saves copy to, after the one under way.
+    """Free the memory that asynchronous saves copy to, after the save under way has ended.
 
     Raises:
-        CheckpointError: It failed, and nobody has asked for its result.
+        CheckpointError: The save failed, and nobody has asked for its result.
     """
     background.staging.release()
     _raise_last(background.last_error())

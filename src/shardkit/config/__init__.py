@@ -1,7 +1,7 @@
-"""Config files as Accelerate's, read and applied; `from_config` is shardkit's function.
+"""Config files of Accelerate's format, read and applied; `from_config` is the public function.
 
-`_source` keeps lines. `_schema` names all fields, what they mean, and which cannot be meant
-together. `_config` applies them, and `_command` writes such files.
+`_source` keeps line numbers. `_schema` lists all fields, their meaning, and which of them
+contradict each other. `_config` applies them, and `_command` writes such files.
 """
 
 from shardkit.config._config import CONFIG_VARIABLE, Config, from_config

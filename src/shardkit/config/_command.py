@@ -1,4 +1,4 @@
-"""``python -m shardkit config``: asks, and writes a config file. Needs the extra ``cli``."""
+"""``python -m shardkit config`` asks questions and writes a file. Needs the extra ``cli``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COMMON: dict[str, Any] = {
 
 
 class Terminal:
-    """Asks at the terminal, again until the answer will do."""
+    """Asks at the terminal, and repeats a question until the answer is valid."""
 
     def choice(self, text: str, words: Sequence[str], default: str) -> str:
         """Return one of `words`."""
@@ -65,11 +65,11 @@ class Terminal:
             typer.echo(f"It is at least {least}.")
 
     def yes(self, text: str, *, default: bool) -> bool:
-        """Return yes or no."""
+        """Return whether the answer is yes."""
         return typer.confirm(text, default=default)
 
     def text(self, text: str) -> str:
-        """Return words."""
+        """Return the answer as text."""
         while True:
             answer: str = typer.prompt(text, default="", show_default=False)
             if answer.strip():
@@ -84,9 +84,9 @@ def default_fields(
     mixed_precision: str = "no",
     layers: str | None = None,
 ) -> dict[str, Any]:
-    """Return a config for this machine that is right for every model: version 2, full sharding.
+    """Return a config for this machine that suits every model: version 2, full sharding.
 
-    Groups are the classes in `layers`, or modules of 100 million parameters and more.
+    Groups are the classes in `layers`, or modules of at least 100 million parameters.
     """
     fsdp: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
     if layers is None:
@@ -108,7 +108,7 @@ def default_fields(
 
 
 def asked_fields(ask: Terminal, *, num_processes: int, use_cpu: bool) -> dict[str, Any]:
-    """Ask, and return the fields of a config; the number and the answer are offered."""
+    """Ask questions, and return the fields of a config; the arguments are the defaults."""
     use_cpu = ask.yes("Do the ranks compute on the CPU?", default=use_cpu)
     machines = _machines(ask)
     fsdp = _fsdp(ask)
@@ -229,7 +229,7 @@ def config_command(
 ) -> None:
     """Write a config file for shardkit.from_config, and for accelerate launch.
 
-    Asks what it needs to know; a line alone takes what stands in brackets.
+    The command asks for what it must know; an empty line takes the answer in brackets.
 
     Examples:
         python -m shardkit config

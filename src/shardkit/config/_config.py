@@ -1,4 +1,4 @@
-"""`Config`: a config file, applied to models: their mesh, rank 0's values, their state dicts."""
+"""`Config` applies a config file to models: their mesh, rank 0's values, their state dicts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from shardkit.config._schema import Parallelism
 
 
-# --- the mesh that a config means -----------------------------------------------------------------
+# --- the mesh of a config -------------------------------------------------------------------------
 
 _TP_AXIS = "tp"
 
@@ -59,8 +59,8 @@ _TP_AXIS = "tp"
 def make(
     settings: Settings, strategy: Strategy, device_type: str
 ) -> tuple[DeviceMesh, TorchDeviceMesh | None]:
-    """Return the mesh to shard over, and torch's of the ``tp`` axis, if there is one."""
-    use_own_device(device_type)  # As Accelerate does.
+    """Return the mesh to shard over, and torch's mesh of the ``tp`` axis, if there is one."""
+    use_own_device(device_type)  # Accelerate does the same.
     if device_type == "xla":
         world_size = as_device_mesh(None, device_type=device_type).size()
     else:
@@ -74,7 +74,7 @@ def make(
         )
         raise MeshError(msg)
     machines = settings.num_machines
-    # Else the launcher's LOCAL_WORLD_SIZE says how many ranks share a copy.
+    # Otherwise LOCAL_WORLD_SIZE of the launcher gives the number of ranks that share a copy.
     counts = "LOCAL_WORLD_SIZE" not in os.environ and world_size % machines == 0
     shape = strategy.mesh_shape(world_size, world_size // machines if counts else None)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=strategy.mesh_dim_names)
@@ -82,7 +82,7 @@ def make(
 
 
 def in_words(settings: Settings) -> str:
-    """Return which mesh it is, before there are ranks."""
+    """Return a description of the mesh, before there are ranks."""
     sizes = settings.parallelism
     if sizes is not None:
         return (
@@ -119,23 +119,23 @@ def _of_sizes(
 
 
 def _axes_of(sizes: Parallelism) -> list[tuple[str, int]]:
-    """Return the axes that are sharded over, the outermost first."""
+    """Return the axes over which parameters are sharded, the outermost first."""
     replicas = [(REPLICATE_AXIS, sizes.dp_replicate_size)] if sizes.dp_replicate_size > 1 else []
     return [*replicas, (SHARD_AXIS, sizes.dp_shard_size)]
 
 
 # --- training state in three shapes ---------------------------------------------------------------
 #
-# Files of LOCAL and FULL state dicts take the place of those of the save before. Each is written
-# beside its name first, as ``.<name>.written``. Once the files of all ranks are on the disk, they
-# get their names. A run that is killed meanwhile leaves files of two saves, but those of one are
-# all there, under one name or the other: `_of_one_save` finds them.
+# Files of LOCAL and FULL state dicts replace those of the save before. Each is written beside its
+# name first, as ``.<name>.written``. Once the files of all ranks are on the disk, they get their
+# names. A run that is killed meanwhile leaves files of two saves. The files of one of them are
+# complete, under one name or the other: `_of_one_save` finds them.
 
 T = TypeVar("T")
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"  # Accelerate's names of files
 _SAVED_WITH = "model_crc32"
-"""In the optimizer's file: which model's file belongs to it."""
+"""Key in the optimizer's file that identifies the model's file of the same save."""
 
 
 def _local_file(folder: Path, described: dict[str, Any]) -> Path:
@@ -152,7 +152,7 @@ def _full_files(folder: Path, optimizer: Optimizer | None) -> list[Path]:
 
 
 def _of_one_save(files: list[Path]) -> list[Path]:
-    """Return where files of the same save are: of the newest that all ranks have."""
+    """Return the paths of files of one save, the newest one that all ranks have."""
     found = _on_all("read", files[0], lambda: [_saves(file) for file in files])
     chosen, of_ranks = _common(files, found)
     if chosen is not None:
@@ -170,11 +170,11 @@ def _of_one_save(files: list[Path]) -> list[Path]:
 
 
 def _finish_last(mine: list[Path]) -> None:
-    """Give the files of the last save their names, if it was killed while it did so."""
+    """Give the files of the last save their names, if it was killed while it renamed them."""
     found: list[dict[object, Path]] = []
     for file in mine:
         found.append({})
-        with contextlib.suppress(Exception):  # What cannot be read is of no save.
+        with contextlib.suppress(Exception):  # An unreadable file belongs to no save.
             found[-1] = _saves(file)
     chosen, _ = _common(mine, found)
     for file, whole in zip(mine, chosen or (), strict=False):
@@ -187,18 +187,18 @@ def _finish_last(mine: list[Path]) -> None:
 def _common(
     files: list[Path], found: list[dict[object, Path]]
 ) -> tuple[list[Path] | None, list[tuple[str, list[object]]]]:
-    """Return this rank's files of the newest save that has all files of all ranks, or None.
+    """Return this rank's files of the newest save of which all ranks have all files, or None.
 
     Args:
         files: Files of this rank.
-        found: Places of each file by save, the newest first.
+        found: Paths of each file by save, the newest save first.
 
     Returns:
-        Names of all ranks' files, with the saves that each is there of.
+        Names of all ranks' files, each with its saves.
     """
     mine = [(file.name, list(saves)) for file, saves in zip(files, found, strict=True)]
     every = [entry for of_rank in exchange(mine, None, "a checkpoint") for entry in of_rank]
-    # None: optimizer.bin of Accelerate does not say which save it is of.
+    # None: the optimizer.bin of Accelerate does not record its save.
     for save in dict.fromkeys(save for _, saves in every for save in saves):
         if all(save in saves or None in saves for _, saves in every):
             return [saves[save] if save in saves else saves[None] for saves in found], every
@@ -206,7 +206,7 @@ def _common(
 
 
 def _saves(file: Path) -> dict[object, Path]:
-    """Return by the number of a save where its file of this name is; the newest save first."""
+    """Return the paths of a file, under its name or beside it, by save; the newest save first."""
     found = {_number(path): path for path in (_aside(file), file) if path.exists()}
     if not found:
         msg = f"{file} is not there: it is what Config.save writes with this fsdp_state_dict_type."
@@ -215,7 +215,7 @@ def _saves(file: Path) -> dict[object, Path]:
 
 
 def _number(file: Path) -> object:
-    """Return what files of one save share, None if the file does not say."""
+    """Return the number that files of one save share; None if the file has none."""
     if f"{_MODEL}.bin" in file.name:
         return _crc32(file)
     state = _read(file)
@@ -223,7 +223,7 @@ def _number(file: Path) -> object:
 
 
 def _crc32(file: Path) -> int | None:
-    """Return a checksum of all tensors in a file of torch.save; they are not read for it."""
+    """Return a checksum of all tensors in a file of torch.save, without reading them."""
     if not zipfile.is_zipfile(file):
         return None
     with zipfile.ZipFile(file) as archive:
@@ -239,7 +239,7 @@ def _aside(file: Path) -> Path:
 
 
 def _write(file: Path, state: dict[str, Any]) -> None:
-    """Write a file beside its name: there it is on the disk, whole, or not at all."""
+    """Write a file beside its name; there it is complete and on the disk, or absent."""
     from shardkit.checkpoint._files.disk import fsync_directory
 
     part = file.with_name(f".{file.name}.incomplete")
@@ -265,7 +265,7 @@ def _read(file: Path) -> Any:
 
 
 def _on_all(what: str, path: Path, act: Callable[[], T]) -> T:
-    """Do it on each rank; raise on all of them if it fails on one."""
+    """Call a function on each rank; raise on all ranks if it fails on one."""
     from shardkit.checkpoint._agreement import agreed
 
     return agreed(None, f"could not {what} {path}", act)
@@ -276,25 +276,25 @@ def _on_all(what: str, path: Path, act: Callable[[], T]) -> T:
 
 @dataclass
 class Values:
-    """What rank 0's model holds, kept while the model is sharded on meta."""
+    """The values of rank 0's model, kept while the model is sharded on meta."""
 
     mesh: DeviceMesh  # The mesh; all of its ranks make this object.
-    state: dict[str, Any]  # A state dict; on ranks other than 0 its tensors are not looked at.
+    state: dict[str, Any]  # A state dict; on ranks other than 0 its tensors are ignored.
     other: dict[
         str, Tensor
-    ]  # Buffers that state dicts leave out, so that `load_full` does not fill.
-    # Parameters that are on meta now, each with a parameter that has its values.
+    ]  # Buffers that state dicts leave out, so `load_full` does not fill them.
+    # Parameters that are on meta now, each with a parameter that holds its values.
     taken: list[tuple[nn.Parameter, nn.Parameter]]
     places: dict[str, list[str]]  # All names of a buffer in this rank's model, by each of them.
 
     def put_back(self) -> None:
-        """Give the values back to this rank's parameters, but for those that are sharded."""
+        """Give the values back to this rank's parameters, except to sharded ones."""
         for param, values in self.taken:
             if not isinstance(param, ShardedTensor):
                 torch.utils.swap_tensors(param, values)
 
     def send(self, model: nn.Module) -> None:
-        """Give all ranks rank 0's values. Collective."""
+        """Send rank 0's values to all ranks. Collective."""
         from shardkit.checkpoint import load_full
         from shardkit.checkpoint._state.sources import from_rank0
 
@@ -307,13 +307,13 @@ class Values:
 
 
 def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> Values | None:
-    """Take the values out of a model, whose parameters are on meta from then on.
+    """Take the values out of a model, so that its parameters are on meta afterwards.
 
-    Parameters stay the objects that they are, so optimizers and ties stay right.
+    Parameters stay the same objects, so optimizers and ties stay valid.
 
     Returns:
-        The values; None: there is nothing to send: one rank, one process for all devices, or a
-        model without values on rank 0.
+        The values; None if there is nothing to send: for one rank, for one process with all
+        devices, or for a model without values on rank 0.
 
     Cost: one exchange of a flag per axis.
     """
@@ -348,13 +348,13 @@ def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) 
 
 
 def _set(model: nn.Module, names: list[str], value: Tensor) -> None:
-    """Give a value to what has these names; on meta it becomes one tensor again."""
+    """Set the value of tensors with these names; those on meta become one tensor again."""
     for name in names:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         current = getattr(module, own)
         if current.is_meta:
-            value = value.to(current.dtype)  # Sharding has cast the others, maybe.
+            value = value.to(current.dtype)  # Sharding may have cast the other buffers.
             setattr(module, own, value)
         else:
             current.data.copy_(value)
@@ -363,27 +363,27 @@ def _set(model: nn.Module, names: list[str], value: Tensor) -> None:
 # --- the config -----------------------------------------------------------------------------------
 
 CONFIG_VARIABLE = "SHARDKIT_CONFIG"
-"""Where ``python -m shardkit launch`` leaves the path of the config file for its ranks."""
+"""Variable in which ``python -m shardkit launch`` passes the config's path to its ranks."""
 
 _DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> Config:
-    """Read what ``accelerate config`` or ``python -m shardkit config`` wrote.
+    """Read a config file of ``accelerate config`` or ``python -m shardkit config``.
 
         config = shardkit.from_config("fsdp.yaml")
         model = config.apply(Model())
 
-    The guide "Config files" says what each field means.
+    The guide "Config files" explains each field.
 
     Args:
-        source: A file of YAML or JSON, or a dict of the same fields. None: the file that ``python
-            -m shardkit launch --config`` was given, from the environment's SHARDKIT_CONFIG.
+        source: A file of YAML or JSON, or a dict of the same fields. None: the file of ``python -m
+            shardkit launch --config``, from the environment variable SHARDKIT_CONFIG.
 
     Raises:
         ConfigError: PyYAML is missing (``pip install 'shardkit[config]'``), the file cannot be
-            read, or fields are unknown, wrong or contradictory: all of them, each with its line
-            and what to write.
+            read, or fields are unknown, wrong or contradictory. The error lists all of them, each
+            with its line and what to write.
 
     Cost: no collective, no process group.
     """
@@ -401,7 +401,7 @@ def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
 
 
 class Config:
-    """A config that has been read: what it means, and what carries it out.
+    """A config that has been read: its meaning, and methods that apply it.
 
     Get one by `from_config`.
 
@@ -410,7 +410,7 @@ class Config:
         settings: Meaning of the fields.
 
     Attributes:
-        settings: Meaning of the fields, in shardkit's terms. Not to be changed.
+        settings: Meaning of the fields, in shardkit's terms. Do not change it.
     """
 
     def __init__(self, fields: dict[str, Any], settings: Settings) -> None:
@@ -419,7 +419,7 @@ class Config:
         self._tensor_parallel_mesh: TorchDeviceMesh | None = None
         self.settings = settings
 
-    # --- what it says ---
+    # --- what it means ---
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as they were written."""
@@ -427,23 +427,23 @@ class Config:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Fields that were written and change nothing, each with the reason."""
+        """Fields in the config that have no effect, each with the reason."""
         return self.settings.notes
 
     @property
     def device_type(self) -> str:
-        """Where parameters are computed with: ``"cpu"``, ``"cuda"``, ..."""
+        """Type of the device that computes: ``"cpu"``, ``"cuda"``, ..."""
         return self.settings.device_type or accelerator_type() or "cpu"
 
     def strategy(self) -> Strategy:
-        """Return what is sharded: of FULL_SHARD `zero3`, and so on."""
+        """Return the strategy, for example `zero3` for FULL_SHARD."""
         return strategy(cast("StrategyName", self.settings.strategy))
 
     def mesh_shape(self) -> tuple[int, ...] | None:
-        """Return the size of each axis that the fields say; None: they do not say how many ranks.
+        """Return the size of each axis; None: the config does not give the number of ranks.
 
         Raises:
-            MeshError: The strategy has no mesh of so many ranks.
+            MeshError: The strategy has no mesh for this number of ranks.
         """
         sizes, number = self.settings.parallelism, self.settings.num_processes
         if sizes is not None:
@@ -453,10 +453,10 @@ class Config:
         return self.strategy().mesh_shape(number, number // self.settings.num_machines)
 
     def policy(self) -> MixedPrecisionPolicy:
-        """Return the dtypes of `mixed_precision`, as Accelerate has them.
+        """Return the dtypes of `mixed_precision`, which are those of Accelerate.
 
-        Compute and reductions are in the dtype; with `fsdp_version` 1 buffers are, too. Where the
-        model is replicated (MULTI_GPU, MULTI_CPU) gradients are reduced in fp32.
+        Compute and reductions use this dtype; with `fsdp_version` 1 buffers do, too. If the model
+        is replicated (MULTI_GPU, MULTI_CPU), gradients are reduced in fp32.
         """
         dtype = _DTYPES[self.settings.precision]
         if dtype is None:
@@ -467,11 +467,11 @@ class Config:
         return MixedPrecisionPolicy(dtype, dtype, buffer_dtype=buffer_dtype)
 
     def offload_policy(self) -> OffloadPolicy:
-        """Return where shards are, as of `fsdp_offload_params`."""
+        """Return the offload policy of `fsdp_offload_params`."""
         return CPUOffloadPolicy() if self.settings.offload_params else OffloadPolicy()
 
     def describe(self) -> str:
-        """Return what the config comes to, a line for each choice, then the notes."""
+        """Return the meaning of the config: a line for each choice, then the notes."""
         settings, policy = self.settings, self.policy()
         chosen = self.strategy()
         wrapped = {
@@ -499,13 +499,13 @@ class Config:
     # --- what it does ---
 
     def mesh(self) -> DeviceMesh:
-        """Return the mesh that models are sharded over: 1-D, or (replicate, shard).
+        """Return the mesh over which models are sharded: 1-D, or (replicate, shard).
 
         It is made once, over all ranks; call it on all of them. On an accelerator the current
-        device is set first: that of ``LOCAL_RANK``.
+        device is set first, to that of ``LOCAL_RANK``.
 
         Raises:
-            MeshError: The ranks are not as many as the config says, or no launcher started this
+            MeshError: The number of ranks differs from the config, or no launcher started this
                 process.
 
         Cost: one process group per axis.
@@ -517,7 +517,7 @@ class Config:
         return self._mesh
 
     def tensor_parallel_mesh(self) -> TorchDeviceMesh | None:
-        """Return torch's 1-D mesh of the ``tp`` axis; None: `tp_size` is 1.
+        """Return torch's 1-D mesh of the ``tp`` axis; None if `tp_size` is 1.
 
         parallelize_module(model, config.tensor_parallel_mesh(), plan)
         config.apply(model)
@@ -530,16 +530,16 @@ class Config:
     ) -> FSDPModule:
         """Shard a model as the config says, in place. Call it on all ranks.
 
-        With `mixed_precision`, parameters that are trained become fp32 first, as in Accelerate, and
-        the outermost module's output is fp32. Unlike Accelerate it opens no autocast: norms,
-        softmax and losses inside the model are in the dtype, too; open `torch.autocast` where
-        they should be fp32. With `fsdp_sync_module_states` or
-        `fsdp_cpu_ram_efficient_loading`, which are the default, all ranks get rank 0's values; the
-        model of other ranks may be on the meta device. The optimizer may be made before or after.
+        With `mixed_precision`, trainable parameters become fp32 first, as in Accelerate, and the
+        outermost module's output is fp32. Unlike Accelerate it opens no autocast. So norms, softmax
+        and losses inside the model use the lower dtype, too; open `torch.autocast` where they
+        should be fp32. With `fsdp_sync_module_states` or `fsdp_cpu_ram_efficient_loading`, which
+        are the default, all ranks get rank 0's values, and the model of other ranks may be on the
+        meta device. The optimizer may be made before or after.
 
         Args:
-            model: A model that is not sharded, on the host, on the mesh's device, or on meta.
-            param_init_fn: Function that gives values to a model that is on meta on all ranks, see
+            model: Model that is not sharded, on the host, on the mesh's device, or on meta.
+            param_init_fn: Function that initializes a model that is on meta on all ranks, see
                 `materialize`. Without it such a model stays on meta: call `materialize`, or load a
                 checkpoint.
 
@@ -547,15 +547,15 @@ class Config:
             `model`.
 
         Raises:
-            ConfigError: A name of `fsdp_ignored_modules` fits no module; no parameter is split,
-                though `tp_size` is above 1. Nothing has been changed.
-            WrapError: The model cannot be sharded so, see `auto_shard`: a class of
-                `fsdp_transformer_layer_cls_to_wrap` is not there, for instance. Parameters are
-                what they were before.
+            ConfigError: The pattern of `fsdp_ignored_modules` fits no module; or no parameter is
+                split although `tp_size` is above 1. Nothing has been changed.
+            WrapError: The model cannot be sharded in this way, see `auto_shard`: for example, it
+                has no module of a class in `fsdp_transformer_layer_cls_to_wrap`. Parameters are as
+                before.
             MeshError: See `mesh`.
 
-        Cost: if rank 0's values are sent, broadcasts of all of them in parts of 16 MiB; memory for
-        the pieces and one part. Else none.
+        Cost: if rank 0's values are sent, broadcasts of all of them in parts of 16 MiB, and memory
+        for the pieces and one part. Otherwise none.
         """
         settings, mesh = self.settings, self.mesh()
         self._check(model)
@@ -586,16 +586,16 @@ class Config:
     ) -> None:
         """Save training state into a directory, by `fsdp_state_dict_type`. Call it on all ranks.
 
-        - ``SHARDED_STATE_DICT``: as `shardkit.checkpoint.save`: a file of each rank, which load at
-          every number of ranks.
-        - ``FULL_STATE_DICT``: whole tensors by their names, ``pytorch_model_fsdp.bin`` and
-          ``optimizer.bin``, as Accelerate calls them; rank 0 writes.
-        - ``LOCAL_STATE_DICT``: each rank its pieces, which load with the same config only.
+        - ``SHARDED_STATE_DICT``: a checkpoint of `shardkit.checkpoint.save`, with a file of each
+          rank; it loads on any number of ranks.
+        - ``FULL_STATE_DICT``: whole tensors by their names, in ``pytorch_model_fsdp.bin`` and
+          ``optimizer.bin`` (Accelerate's names); rank 0 writes.
+        - ``LOCAL_STATE_DICT``: each rank's pieces in a file, which load only with the same config.
 
-        If it is killed meanwhile, `load` loads what was saved before.
+        If the save is killed, `load` loads the save before it.
 
         Raises:
-            CheckpointError: It cannot be written, or `path` holds a checkpoint already
+            CheckpointError: The state cannot be written, or `path` holds a checkpoint already
                 (``SHARDED_STATE_DICT``).
 
         Cost: see `save`, `save_full` with `gather_optimizer_state`, `local_state_dict`.
@@ -633,10 +633,10 @@ class Config:
         model: nn.Module,
         optimizer: Optimizer | None = None,
     ) -> None:
-        """Load what `save` wrote, in place. Call it on all ranks.
+        """Load the state that `save` wrote, in place. Call it on all ranks.
 
         Raises:
-            CheckpointError: It is not there, does not fit, or is of two saves.
+            CheckpointError: The state is missing, does not fit, or is of two saves.
         """
         from shardkit import checkpoint
 
@@ -658,15 +658,15 @@ class Config:
     # --- parts of apply ---
 
     def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Shard a model over a mesh as the config says, and send no values: what plans need.
+        """Shard a model over a mesh as the config says, without sending values; for plans.
 
         Args:
             model: Model that is not sharded, on the mesh's device or on meta.
-            mesh: Mesh in the place of the config's own.
+            mesh: Mesh, in place of the config's own.
 
         Raises:
-            ConfigError: As of `apply`.
-            WrapError: As of `apply`.
+            ConfigError: The same as for `apply`.
+            WrapError: The same as for `apply`.
         """
         self._check(model)
         self._shard(model, mesh, self._ignored_params(model))
@@ -683,7 +683,7 @@ class Config:
         if settings.precision != "no":
             _make_masters(model, ignored)
         _move(model, mesh, ignored, offload=settings.offload_params)
-        wrap: Any = settings.wrap  # A policy has Accelerate's name, too.
+        wrap: Any = settings.wrap  # A policy may have Accelerate's name.
         if settings.transformer_layer_cls_to_wrap is not None:
             wrap = set(settings.transformer_layer_cls_to_wrap)
         elif wrap == "SIZE_BASED_WRAP":
@@ -731,7 +731,7 @@ class Config:
 
 
 def _make_masters(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Make parameters that are trained fp32: optimizers step in it."""
+    """Convert trainable parameters to fp32, in which optimizers step."""
     for param in model.parameters():
         if param.requires_grad and param.is_floating_point() and param not in ignored:
             wide = torch.promote_types(param.dtype, torch.float32)
@@ -740,7 +740,7 @@ def _make_masters(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 
 def _move(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter], *, offload: bool) -> None:
-    """Move a model to the mesh's device, but for what is on meta, or stays on the host."""
+    """Move a model to the mesh's device, except tensors on meta and those that stay on the host."""
     device = mesh.backend.device
     for param in model.parameters():
         stays = offload and param not in ignored

@@ -1,4 +1,4 @@
-"""From what was written to what is meant: names, kinds, defaults, contradictions."""
+"""The meaning of a config: names, kinds and defaults of its fields, and contradictions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def text(value: Any) -> str:
-    """Read any scalar, as text."""
+    """Read any scalar as text."""
     if isinstance(value, (list, Section)):
         raise NotOfKindError(expected="must be one value")
     return str(value)
@@ -40,7 +40,7 @@ def pattern(value: Any) -> str:
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Read names, as a list or with commas between them."""
+    """Read names, from a list or from text with commas."""
     parts = value if isinstance(value, list) else str(value).split(",")
     found = tuple(str(part).strip() for part in parts if str(part).strip())
     if isinstance(value, Section) or not found:
@@ -51,19 +51,19 @@ def names(value: Any) -> tuple[str, ...]:
 def choice(
     *words: str, from_1: bool = False, refused: Mapping[str, str] | None = None
 ) -> Callable[[Any], str]:
-    """Return the kind of one of several words, in upper or lower case, or its number.
+    """Return a kind: one of several words, in upper or lower case, or the number of a word.
 
     Args:
-        words: The words as Accelerate writes them.
-        from_1: Whether the number of a word counts, from 1 on.
-        refused: Other words that Accelerate knows, and what to do instead.
+        words: The words in Accelerate's spelling.
+        from_1: Whether the number of a word, from 1 on, is accepted, too.
+        refused: Other words of Accelerate, and what to do instead.
     """
     expected = f"must be one of {', '.join(words)}"
     by_word = {word.lower(): word for word in words}
     remedies = {word.lower(): remedy for word, remedy in (refused or {}).items()}
 
     def parse(value: Any) -> str:
-        # YAML takes a bare `no` for False.
+        # YAML reads a bare `no` as False.
         written = "no" if value is False else str(value).strip()
         if written.lower() in by_word:
             return by_word[written.lower()]
@@ -78,11 +78,11 @@ def choice(
 
 
 def unused(remedy: str, *unset: str) -> Callable[[Any], None]:
-    """Return the kind of a field or a section that must not be used.
+    """Return the kind of a field or section that must not be used.
 
     Args:
-        remedy: A sentence on what to do instead.
-        unset: Values that count as nothing.
+        remedy: Sentence that says what to do instead.
+        unset: Values that count as unused.
     """
 
     def parse(value: Any) -> None:
@@ -97,7 +97,7 @@ def unused(remedy: str, *unset: str) -> Callable[[Any], None]:
 # --- fields ---------------------------------------------------------------------------------------
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""FSDP1's names, in the order of their numbers, which `shardkit.strategy` takes."""
+"""FSDP1's names, in the order of their numbers, which `shardkit.strategy` accepts."""
 
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCHES: dict[str, Literal["pre", "post", "none"]] = {
@@ -121,7 +121,7 @@ DEVICES = {
 """Device types that a distributed_type names."""
 
 MAX_RANKS = 4096
-"""On one host, and hosts: more is a slip of the finger."""
+"""Limit of ranks on one host, and of hosts: more is a typing error."""
 
 Use = Literal["applied", "launcher", "noted"]
 
@@ -131,11 +131,11 @@ class Field:
     """One field."""
 
     kind: Kind  # Kind of its value.
-    # User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks; ``"noted"``:
-    # nobody.
+    # User of the field: ``"applied"``: the model; ``"launcher"``: the launcher of the ranks;
+    # ``"noted"``: no one.
     use: Use = "applied"
-    note: str = ""  # Reason why it changes nothing; empty: it does something.
-    default: Any = None  # Value where nothing is written.
+    note: str = ""  # Reason why it has no effect; empty: it has one.
+    default: Any = None  # Value if the field is not written.
 
 
 _TPU = "Only accelerate tpu-config reads it."
@@ -192,7 +192,7 @@ TOP = {
     "mpirun_config": Field(
         plain, "launcher", "Ranks are started by torchrun's agent, not by mpirun."
     ),
-    "ipex_config": Field(  # Of Accelerate 1.12.
+    "ipex_config": Field(  # A section of Accelerate 1.12.
         plain, "noted", "It is about Intel's extension of PyTorch, which is not used."
     ),
     "tpu_name": Field(text, "launcher", _TPU_LAUNCH),
@@ -272,12 +272,12 @@ PARALLELISM = {
 SECTIONS = {"": TOP, "fsdp_config": FSDP, "parallelism_config": PARALLELISM}
 _FIELDS = {**TOP, **FSDP, **PARALLELISM}
 PREFIXES = {"": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
-"""What names of a section begin with; Accelerate takes those of fsdp_config without it, too."""
+"""Prefix of the names in a section; for fsdp_config, Accelerate also accepts names without it."""
 
 
-# --- from what was written to what is meant -------------------------------------------------------
+# --- from the fields to their meaning -------------------------------------------------------------
 
-_MIN_NUM_PARAMS = 100_000_000  # What Accelerate takes where nothing is said.
+_MIN_NUM_PARAMS = 100_000_000  # Accelerate's default.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,19 +296,20 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a config means; names are those of its fields, values those of shardkit.
+    """The meaning of a config; names are those of its fields, values those of shardkit.
 
     Attributes:
-        device_type: Type of the mesh's device; None: the machine's accelerator, else the host.
+        device_type: Type of the mesh's device; None: the machine's accelerator, or else the host.
         strategy: Name of a `shardkit.strategy`.
         precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        is_fsdp: Whether there is an `fsdp_config` to apply; else the model is replicated.
-        parallelism: Sizes of the mesh; None: the strategy and the number of ranks give them.
-        num_processes: Number of ranks; None: not said.
+        is_fsdp: Whether there is an `fsdp_config` to apply; otherwise the model is replicated.
+        parallelism: Sizes of the mesh; None: they follow from the strategy and the number of ranks.
+        num_processes: Number of ranks; None: not given.
         min_num_params: Threshold of a policy by size.
-        forward_prefetch: Choice of the user; None: shardkit's default. So is `backward_prefetch`.
-        sync_module_states: Whether values of rank 0 are sent to the others.
-        notes: Fields that change nothing, and why.
+        forward_prefetch: Choice of the user; None: shardkit's default. The same holds for
+            `backward_prefetch`.
+        sync_module_states: Whether values of rank 0 are sent to the other ranks.
+        notes: Fields without effect, and the reasons.
     """
 
     distributed_type: str
@@ -335,7 +336,7 @@ class Settings:
 
 
 class Found:
-    """Fields that were written, with their values as they are meant, and all complaints."""
+    """Fields of a config with their interpreted values, and all complaints."""
 
     def __init__(self, document: Section) -> None:
         self.document = document
@@ -346,7 +347,7 @@ class Found:
             self._take(name)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field, by its whole name; else `default`, or the field's own."""
+        """Return the value of a field, by its whole name; else `default`, or its own default."""
         return self._values.get(name, _FIELDS[name].default if default is None else default)
 
     def has_fields(self, section: str) -> bool:
@@ -355,23 +356,23 @@ class Found:
         return bool(written and isinstance(written.value, Section) and written.value.entries)
 
     def complain(self, name: str, text: str) -> None:
-        """Say that a field is wrong; `text` goes on from its name."""
+        """Note that a field is wrong; `text` continues its name to a sentence."""
         place = (self._entries.get(name) or self.document).place
         self.complaints.append((place, f"{name} {text}"))
 
     def refuse(self, name: str, error: NotOfKindError) -> None:
-        """Say that the value of a field is not of its kind."""
+        """Note that the value of a field is not of its kind."""
         entry = self._entries[name]
         self.complaints.append((entry.place, error.sentence(name, plain(entry.value))))
 
     def raise_complaints(self) -> None:
-        """Raise all complaints at once, by lines."""
+        """Raise all complaints at once, sorted by line."""
         if self.complaints:
             ordered = sorted(self.complaints, key=lambda item: item[0].line or 0)
             raise ConfigError("\n".join(f"{place}: {text}" for place, text in ordered))
 
     def notes(self) -> tuple[str, ...]:
-        """Return what was written and changes nothing, with the reason."""
+        """Return the fields without effect, each with the reason."""
         return tuple(
             f"{self._entries[name].place}: {name} changes nothing. {_FIELDS[name].note}"
             for name in self._values
@@ -379,7 +380,7 @@ class Found:
         )
 
     def launcher(self) -> dict[str, Any]:
-        """Return the fields that whoever starts the ranks uses."""
+        """Return the fields for the launcher of the ranks."""
         return {n: v for n, v in self._values.items() if n in TOP and TOP[n].use != "applied"}
 
     def _take(self, section: str) -> None:
@@ -408,7 +409,7 @@ class Found:
                 self._values[name] = SECTIONS[section][name].kind(entry.value)
             except NotOfKindError as error:
                 self.refuse(name, error)
-            except (RecursionError, ValueError):  # No text can be made of it.
+            except (RecursionError, ValueError):  # It cannot be converted to text.
                 self.refuse(name, NotOfKindError("must be a value that fits into a line of text"))
 
     def _name_of(self, section: str, key: str, entry: Setting) -> str | None:
@@ -431,7 +432,7 @@ class Found:
 
 
 def settings_of(found: Found) -> Settings:
-    """Return what fields mean that are free of contradictions."""
+    """Return the meaning of fields that have no contradictions."""
     distributed_type = found.value("distributed_type", "NO")
     version = int(found.value("fsdp_version"))
     is_fsdp = is_fsdp_type(found)
@@ -469,13 +470,13 @@ def settings_of(found: Found) -> Settings:
 
 
 def is_fsdp_type(found: Found) -> bool:
-    """Whether fsdp_config is meant; on XLA it is where it is there."""
+    """Whether fsdp_config applies; on XLA it applies if it is present."""
     kind = found.value("distributed_type")
     return kind == "FSDP" or (kind == "XLA" and found.has_fields("fsdp_config"))
 
 
 def strategy_name(found: Found) -> str | None:
-    """Return the sharding strategy that either field of version 1 names; None: no field does."""
+    """Return the sharding strategy in either field of version 1; None: neither field names one."""
     written = found.value("fsdp_reshard_after_forward")
     if written is None:
         name: str | None = found.value("fsdp_sharding_strategy")
@@ -490,7 +491,7 @@ def reshards(found: Found) -> bool:
 
 
 def num_processes_of(found: Found) -> int | None:
-    """Return num_processes; None: not said, which -1 means."""
+    """Return num_processes; None if it is not given, or is -1."""
     number: int = found.value("num_processes")
     return None if number == -1 else number
 
@@ -499,7 +500,7 @@ _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size")
 
 
 def parallelism_of(found: Found) -> Parallelism | None:
-    """Return the sizes of axes, if any is said."""
+    """Return the sizes of axes; None if none is given."""
     prefix = PREFIXES["parallelism_config"]
     given = {name: found.value(prefix + name) for name in _SIZES}
     given = {name: size for name, size in given.items() if size is not None}
@@ -516,7 +517,7 @@ def _strategy_of(found: Found, version: int, parallelism: Parallelism | None) ->
 
 
 def _is_synced(found: Found, parallelism: Parallelism | None) -> bool:
-    """Whether rank 0's values are everyone's; by default they are, as in accelerate launch."""
+    """Whether rank 0's values go to all ranks; the default is yes, as in accelerate launch."""
     if parallelism is not None and parallelism.tp_size > 1:
         return False
     sync: bool = found.value("fsdp_sync_module_states", True)

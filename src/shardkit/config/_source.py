@@ -1,4 +1,4 @@
-"""Where fields of a config stand: a file with lines, or a dict."""
+"""Sources of config fields, with their places: a file with lines, or a dict."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 _OF_DICT = "config"
 _MAX_NBYTES = 2**18
-_MAX_VALUES = 10_000  # With what aliases repeat.
+_MAX_VALUES = 10_000  # Repetitions by aliases count.
 _MAX_DEPTH = 20
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """Where something stands."""
+    """The place of a field."""
 
-    source: str  # The file, or a word for a dict.
-    line: int | None = None  # Number from 1 on; None: there are no lines.
+    source: str  # Path of the file, or a word for a dict.
+    line: int | None = None  # Line number, from 1 on; None: there are no lines.
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
@@ -41,14 +41,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Fields by their names, as they were written; the name of the whole is empty."""
+    """Fields by their names, as they were written; the outermost section has an empty name."""
 
     name: str
     entries: dict[str, Setting]
     place: SourceLine
 
     def plain(self) -> dict[str, Any]:
-        """Return it as a dict without places."""
+        """Return the section as a dict without places."""
         return {key: plain(entry.value) for key, entry in self.entries.items()}
 
 
@@ -58,7 +58,7 @@ def plain(value: Any) -> Any:
 
 
 def import_yaml() -> ModuleType:
-    """Return PyYAML."""
+    """Return the module of PyYAML."""
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -72,14 +72,14 @@ def import_yaml() -> ModuleType:
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
-    """Read a file of YAML or JSON, or take a dict."""
+    """Read a file of YAML or JSON, or use a dict."""
     if isinstance(source, (str, os.PathLike)):
         return _read_file(Path(source))
     return _of_mapping([""], source, SourceLine(_OF_DICT))
 
 
 def _of_mapping(path: Sequence[str], values: Mapping[str, Any], place: SourceLine) -> Section:
-    """Take a dict; `path` has the names of the sections that it is in, the whole first."""
+    """Convert a dict; `path` has the names of the sections around it, the outermost first."""
     if len(path) > _MAX_DEPTH:
         raise ConfigError(_too_deep(place, path[1]))
     entries = {}
@@ -103,7 +103,7 @@ def _read_file(path: Path) -> Section:
         raise ConfigError(msg) from error
     try:
         if text.lstrip().startswith("{"):
-            # JSON is YAML, but for tabs between its tokens, which YAML refuses.
+            # JSON is YAML, except that YAML refuses tabs between tokens.
             text = text.replace("\t", "    ")
         _check_depth(yaml, text, path)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -117,16 +117,16 @@ def _read_file(path: Path) -> Section:
         place = SourceLine(str(path), None if mark is None else mark.line + 1)
         msg = f"{place}: this is not YAML: {error.problem or error.context}."
         raise ConfigError(msg) from error
-    except yaml.YAMLError as error:  # Characters that no text has.
+    except yaml.YAMLError as error:  # Characters that no text may have.
         msg = f"{path}: this is not YAML: {error}"
         raise ConfigError(msg) from error
 
 
 def _text_of(path: Path) -> str:
-    """Return what a file holds; raise if it is none of a size that a config may have."""
+    """Return the content of a file; raise unless it is a regular file of a config's size."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            msg = "it is no regular file"  # From a FIFO nothing may ever come.
+            msg = "it is no regular file"  # A FIFO might never deliver anything.
             raise ValueError(msg)
         content = file.read(_MAX_NBYTES + 1)
     if len(content) > _MAX_NBYTES:
@@ -136,7 +136,7 @@ def _text_of(path: Path) -> str:
 
 
 def _check_depth(yaml: Any, text: str, path: Path) -> None:
-    """Refuse what is nested deeper than any config, before anything recurses into it."""
+    """Refuse deeper nesting than in any config, before any function recurses into it."""
     depth, field, is_key = 0, "the whole", True
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if depth == 1 and isinstance(event, yaml.NodeEvent):  # The outermost fields' names, values.
@@ -154,7 +154,7 @@ def _too_deep(place: SourceLine, field: str) -> str:
 
 
 def _check_size(node: Any, path: Path) -> None:
-    """Refuse aliases that stand for more than anybody writes."""
+    """Refuse aliases that expand to more values than any config has."""
     left = _MAX_VALUES
     for key, value in node.value:
         waiting = [key, value]
@@ -191,7 +191,7 @@ def _value_of(yaml: Any, node: Any) -> Any:
     constructor = yaml.SafeLoader("")
     try:
         return constructor.construct_object(node, deep=True)
-    except ValueError:  # It looks like a date, and is none.
+    except ValueError:  # It looks like a date but is none.
         return node.value
     finally:
         constructor.dispose()

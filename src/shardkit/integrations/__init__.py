@@ -1,4 +1,4 @@
-"""shardkit inside of packages that train models: one module for each, which imports the package.
+"""shardkit inside of packages that train models; each module imports one package.
 
-They change what those packages do for FSDP2, and so know certain versions of them.
+They change what those packages do for FSDP2, so they depend on certain versions of them.
 """

@@ -1,4 +1,4 @@
-"""Which versions of other packages were tried."""
+"""The versions of other packages with which shardkit was tested."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TRIED = {
     "transformers": ("5.20", "5.21", "5.22", "5.23"),
     "lightning": ("2.3", "2.4", "2.5", "2.6"),
 }
-"""Of each the versions without their last number: those differ by corrections only."""
+"""Tested versions of each package, without their last number, which only counts corrections."""
 
 _warned: set[str] = set()
 
 
 def check_version(package: str) -> None:
-    """Warn once if a package is newer than what was tried.
+    """Warn once if a package is newer than the tested versions.
 
     Raises:
-        IntegrationError: It is older.
+        IntegrationError: The package is older.
     """
     version = importlib.metadata.version(package)
     oldest, newest = TRIED[package][0], TRIED[package][-1]
@@ -50,10 +50,10 @@ def check_version(package: str) -> None:
 
 @contextlib.contextmanager
 def replacing(package: str) -> Iterator[None]:
-    """Name the package's version where something to be replaced is not there.
+    """Name the package's version if something to be replaced is missing in it.
 
     Raises:
-        IntegrationError: It is not.
+        IntegrationError: Something is missing.
     """
     try:
         yield

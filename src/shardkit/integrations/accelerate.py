@@ -1,4 +1,4 @@
-"""shardkit in the place of FSDP2 inside of Hugging Face Accelerate.
+"""shardkit in place of FSDP2 inside of Hugging Face Accelerate.
 
     import shardkit.integrations.accelerate
 
@@ -6,8 +6,8 @@
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
     model, optimizer = accelerator.prepare(model, optimizer)
 
-`Accelerator.prepare` chooses the modules as it does for FSDP2, and calls shardkit's `fully_shard`.
-A model that is sharded already stays as it is.
+`Accelerator.prepare` chooses the modules as for FSDP2, and calls shardkit's `fully_shard`. A model
+that is already sharded stays as it is.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ _in_use: list[Installed] = []
 
 
 def use() -> Installed:
-    """Let Accelerate shard by shardkit where its settings say ``fsdp_version: 2``.
+    """Make Accelerate shard with shardkit if its settings say ``fsdp_version: 2``.
 
     Call it before `Accelerator` is made, or around everything: ``with use():``. It includes
-    `shardkit.install`. Also ranks of the CPU are sharded then, which Accelerate itself leaves to
+    `shardkit.install`. Ranks on the CPU are then sharded, too; Accelerate itself leaves them to
     DistributedDataParallel. A second call changes nothing.
 
     Returns:
-        An object whose `undo()` gives Accelerate back as it was, as does the end of ``with
-        use():``. Models that are sharded stay sharded.
+        An object whose `undo()` restores Accelerate, as does the end of ``with use():``. Models
+        that are sharded stay sharded.
 
     Raises:
-        IntegrationError: Accelerate is older than what was tried, or transformers is, which is
-            asked when that is imported; or an `Accelerator` on the CPU was made before. Later, when
-            one is made: FSDP1 is asked for, or a device of XLA; when a model is prepared: only
-            parts of it are sharded; when transformers loads one: it is to be sharded while it is
-            loaded (``DistributedConfig(fsdp_size=n)``).
-        OptimizerError: When it is prepared: an optimizer inherits from one of torchao, and its
-            attributes do not tell how to make it again.
+        IntegrationError: Accelerate or transformers is older than the tested versions (transformers
+            is checked at its import); or an `Accelerator` on the CPU was made before. Later, when
+            an `Accelerator` is made: it asks for FSDP1, or for a device of XLA. When a model is
+            prepared: only parts of it are sharded. When transformers loads a model: it would be
+            sharded during the load (``DistributedConfig(fsdp_size=n)``).
+        OptimizerError: When an optimizer is prepared: it inherits from one of torchao, and its
+            attributes do not give the arguments to make it again.
     """
     check_version("accelerate")
     used = Installed()
@@ -112,7 +112,7 @@ def _check_transformers(_: object) -> None:
 
 
 def _load_sharded_optimizers(used: Installed) -> None:
-    """Let optimizers be loaded that have not stepped: 1.12 reads what they have in `state_dict`."""
+    """Make optimizers without steps loadable: version 1.12 reads their entries in `state_dict`."""
     original = accelerate.utils.fsdp_utils.load_fsdp_optimizer
 
     @functools.wraps(original)
@@ -133,7 +133,7 @@ def _load_sharded_optimizers(used: Installed) -> None:
 
 
 def _say_what_is_not_saved(used: Installed, trainer_module: Any) -> None:
-    """Warn where the Trainer writes nothing, and says nothing."""
+    """Warn if the Trainer writes nothing without a message."""
     original = trainer_module.Trainer.save_model
 
     @functools.wraps(original)
@@ -144,7 +144,7 @@ def _say_what_is_not_saved(used: Installed, trainer_module: Any) -> None:
     ) -> None:
         original(self, output_dir, _internal_call)
         if _internal_call or not self.is_fsdp_enabled or not self.args.should_save:
-            return  # A checkpoint: its files are written by other functions.
+            return  # Other functions write the files of a checkpoint.
         kind = self.accelerator.state.fsdp_plugin.state_dict_type
         if kind != StateDictType.FULL_STATE_DICT:
             warnings.warn(
@@ -169,7 +169,7 @@ def _refuse_too_late() -> None:
 
 
 def _refuse_sharded_loading(used: Installed) -> None:
-    """Refuse what transformers shards while it loads: it puts DTensors where parameters were."""
+    """Refuse a model that transformers shards during the load: it makes DTensors of parameters."""
 
     def refuse(model: nn.Module, *_: Any, **__: Any) -> None:
         msg = (
@@ -188,7 +188,7 @@ def _refuse_sharded_loading(used: Installed) -> None:
 
 
 def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of Accelerate's state: ranks of the CPU are sharded, too."""
+    """Wrap the constructor of Accelerate's state, so that ranks on the CPU are sharded, too."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - its name there
@@ -210,7 +210,7 @@ def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
                     "pass Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true.",
                     is_first_rank=os.environ.get("RANK", "0") == "0",
                 )
-            kwargs["cpu"] = True  # Else each rank trains a model of its own, without a word.
+            kwargs["cpu"] = True  # Otherwise each rank silently trains its own model.
         original(self, *args, **kwargs)
         if plugin is None or not is_first:
             return
@@ -241,9 +241,9 @@ def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what prepares a model: one that is sharded stays, and so do its optimizer's parameters.
+    """Wrap the preparation of models: sharded ones stay, and so do their optimizers' parameters.
 
-    Accelerate gives optimizers the new parameters by addresses of memory. Sharded ones have none.
+    Accelerate finds an optimizer's new parameters by memory addresses, which sharded ones lack.
     """
 
     @functools.wraps(original)
@@ -255,7 +255,7 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
             _note_for_transformers(prepared)
             _step_pieces(prepared)
             return prepared
-        [model] = models  # Accelerate has refused several.
+        [model] = models  # Accelerate has refused several models.
         whole: Any = model._orig_mod if is_compiled_module(model) else model
         if not isinstance(whole, FSDPModule):
             msg = (
@@ -284,10 +284,10 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_pieces(prepared: Iterable[Any]) -> None:
-    """Have torchao's optimizers step this rank's pieces: their compiled steps know DTensors only.
+    """Have torchao's optimizers step this rank's pieces: their compiled steps know only DTensors.
 
-    Who holds the one that was made, a schedule, goes on to write to the groups that are stepped,
-    and its hooks run.
+    A schedule still holds the original optimizer. It continues to write to the groups that are
+    stepped, and the original's hooks run.
     """
     for each in prepared:
         made = getattr(each, "optimizer", None)
@@ -296,26 +296,26 @@ def _step_pieces(prepared: Iterable[Any]) -> None:
         local = LocalOptimizer(made.param_groups, type(made), **_options_of(made))
 
         def share_groups(*_: Any, made: Any = made, local: Any = local) -> None:
-            made.param_groups = local.param_groups  # Also after a state dict was loaded.
+            made.param_groups = local.param_groups  # Again after a state dict was loaded.
 
         share_groups()
         torch_autograd.share_optimizer_hooks(made, local)
         local.register_load_state_dict_post_hook(share_groups)
         local.register_step_post_hook(functools.partial(torch_autograd.note_step, made))
         each.optimizer = local
-        each.__setstate__({})  # A GradScaler calls methods that it has bound before.
+        each.__setstate__({})  # A GradScaler calls methods that it bound earlier.
 
 
 def _options_of(optimizer: Any) -> dict[str, Any]:
-    """Return the arguments that make such an optimizer again.
+    """Return the arguments with which an optimizer can be made again.
 
     Raises:
-        OptimizerError: Its settings do not tell them.
+        OptimizerError: Its settings do not give the arguments.
     """
     kind, wanted = type(optimizer), _settings_of(optimizer)
     options = {name: wanted[name] for name in inspect.signature(kind).parameters if name in wanted}
     reason = "its constructor asks for more than its attributes tell"
-    for _ in range(2):  # The second time with what it takes as **kwargs.
+    for _ in range(2):  # The second time with its **kwargs.
         try:
             again = _settings_of(kind([nn.Parameter(torch.zeros(1))], **options))
         except TypeError:
@@ -337,7 +337,7 @@ def _options_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _settings_of(optimizer: Any) -> dict[str, Any]:
-    """Return the numbers, texts and tuples that an optimizer has been made with."""
+    """Return the numbers, texts and tuples with which an optimizer was made."""
     found = {**vars(optimizer), **optimizer.defaults}
     # A learning rate may be a tensor.
     found = {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in found.items()}
@@ -349,9 +349,9 @@ def _settings_of(optimizer: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _tied_modules_together(models: list[nn.Module]) -> Iterator[None]:
-    """Let a list of modules that forms a group have all modules that hold its tied weights.
+    """Add all modules that hold tied weights to a list of modules that forms a group.
 
-    Accelerate 1.14 puts the embedding into such a list, and leaves the head to the root.
+    Accelerate 1.14 puts the embedding into such a list, but leaves the head to the root.
     """
 
     def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -368,9 +368,10 @@ def _tied_modules_together(models: list[nn.Module]) -> Iterator[None]:
 
 
 def _note_for_transformers(prepared: Iterable[Any]) -> None:
-    """Let each rank run every layer and every step that another one runs, in transformers' models.
+    """Make each rank run every layer and step that another rank runs, in transformers' models.
 
-    They ask this attribute before ranks stop generating one by one, or drop layers at random.
+    The models check this attribute before ranks stop generating separately, or drop layers at
+    random.
     """
     for model in prepared:
         for module in model.modules() if isinstance(model, nn.Module) else ():
@@ -378,10 +379,10 @@ def _note_for_transformers(prepared: Iterable[Any]) -> None:
 
 
 def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what chooses modules: some that Accelerate's policies choose cannot be groups.
+    """Wrap the choice of modules: some that Accelerate's policies choose cannot be groups.
 
-    Lists of modules are large, but not called. Embeddings, the head and the norm before it become
-    groups after all others (from 1.14 on), so no module around them can be one.
+    Lists of modules may be large but are not called. Embeddings, the head and the norm before it
+    become groups after all others (from 1.14 on), so no module around them can be a group.
     """
 
     @functools.wraps(original)
@@ -389,7 +390,7 @@ def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
         policy = original(plugin, model)
         if policy is None:
             return None
-        # Before 1.14 there is none, for the norm belongs to the root then.
+        # Before 1.14 there is no such function, since the norm belongs to the root.
         find_norm = getattr(accelerate.utils.fsdp_utils, "_find_final_norm", lambda _: None)
         ends = {find_norm(model)}
         for getter in ("get_input_embeddings", "get_output_embeddings"):
@@ -412,7 +413,7 @@ def _load_full_state_dict(
     cpu_offload: bool = False,  # noqa: FBT001, FBT002 - Accelerate's signature
 ) -> nn.Module:
     """Send the first rank's whole tensors to a model on meta, in parts of 16 MiB."""
-    del cpu_offload  # The groups know it.
+    del cpu_offload  # The groups know whether to offload.
     load_full(
         full_sd if accelerator.is_main_process else None,
         model,

@@ -1,4 +1,4 @@
-"""Strategies of Lightning that shard by shardkit: one for its `Trainer`, one for `Fabric`.
+"""Strategies of Lightning that shard with shardkit: one for its `Trainer`, one for `Fabric`.
 
 from shardkit.integrations.lightning import ShardkitStrategy
 
@@ -44,7 +44,7 @@ _AXES = ("replicate", "data_parallel", "tensor_parallel")
 
 
 class _Sharding:
-    """What both strategies do: the mesh, the sharding, and what depends on it."""
+    """The common part of both strategies: the mesh, the sharding, and what depends on them."""
 
     device_mesh: Any
     root_device: Any
@@ -69,7 +69,7 @@ class _Sharding:
         if isinstance(self, FabricModelParallel):
             options["parallelize_fn"] = parallelize_fn
         super().__init__(**options)
-        # What Fabric asks for its own `no_backward_sync`.
+        # Fabric needs this attribute for its own `no_backward_sync`.
         self._backward_sync_control = SimpleNamespace(no_backward_sync=_no_sync)
         check_version("lightning")
         if tensor_parallel_size > 1 and parallelize_fn is None:
@@ -103,7 +103,7 @@ class _Sharding:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is this rank's: replicas have different ones."""
+        """This rank's part of the data; replicas have different parts."""
         mesh = self.device_mesh
         size, rank = mesh["data_parallel"].size(), mesh["data_parallel"].get_local_rank()
         if self._replicate_size > 1:
@@ -112,7 +112,7 @@ class _Sharding:
         return {"num_replicas": size, "rank": rank}
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Shard a module, unless somebody did; give values to what is on meta."""
+        """Shard a module that is not sharded yet; give values to its tensors on meta."""
         if not any(isinstance(each, FSDPModule) for each in module.modules()):
             module = self._parallelize(module)
         if not any(isinstance(each, FSDPModule) for each in module.modules()):
@@ -151,7 +151,7 @@ def _roots_in(module: nn.Module) -> list[Any]:
 
 
 def _rest_to_device(module: nn.Module, device: torch.device) -> None:
-    """Move what no sharded module holds: metrics, and buffers of the module itself."""
+    """Move tensors outside of sharded modules: metrics, and buffers of the module itself."""
     if isinstance(module, FSDPModule):
         return
     if not _roots_in(module):
@@ -174,31 +174,33 @@ def _no_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:  # noqa
 
 
 class ShardkitFabricStrategy(_Sharding, FabricModelParallel):
-    """Shards a module that ``fabric.setup`` or ``fabric.setup_module`` gets.
+    """Shards a module that is passed to ``fabric.setup`` or ``fabric.setup_module``.
 
         fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardkitFabricStrategy())
         fabric.launch()
         model, optimizer = fabric.setup(model, optimizer)
 
-    Parameters stay the objects that they are, so the optimizer may be made before. A module that
-    is sharded already stays as it is. One that ``fabric.init_module(empty_init=True)`` put on meta
-    gets its values by `shardkit.materialize`. Saving and loading, clipping and
-    `no_backward_sync` are as with Lightning's `ModelParallelStrategy`, and the files are the same.
+    Parameters stay the same objects, so the optimizer may be made before. A module that is already
+    sharded stays as it is. A module that ``fabric.init_module(empty_init=True)`` put on meta gets
+    its values from `shardkit.materialize`. Saving, loading, clipping and `no_backward_sync` work as
+    with Lightning's `ModelParallelStrategy`, and the files are the same.
 
     Args:
-        parallelize_fn: ``fn(module, mesh)`` shards the module and returns it; the mesh is torch's,
-            with the axes ``"data_parallel"`` and ``"tensor_parallel"``, and ``"replicate"`` before
-            them if there are replicas. None: `shardkit.auto_shard` over the data-parallel axes.
-        replicate_size: Replicas of the model, of which each is sharded (hybrid sharding).
-        tensor_parallel_size: Ranks that get the same batch and split each layer.
+        parallelize_fn: Function ``fn(module, mesh)`` that shards the module and returns it. The
+            mesh is torch's, with the axes ``"data_parallel"`` and ``"tensor_parallel"``, and
+            ``"replicate"`` before them if there are replicas. None: `shardkit.auto_shard` over the
+            data-parallel axes.
+        replicate_size: Number of replicas of the model; each of them is sharded (hybrid sharding).
+        tensor_parallel_size: Number of ranks that get the same batch and split each layer.
         save_distributed_checkpoint: Whether each rank writes its pieces into a directory. False:
             the first rank writes one file with whole tensors.
         process_group_backend: Setting of Lightning's strategy.
-        timeout: Setting of Lightning's strategy; None is its default.
+        timeout: Setting of Lightning's strategy; None: its default.
 
     Raises:
-        IntegrationError: Lightning is older than what was tried; ranks do not divide by the sizes;
-            tensor parallelism without a `parallelize_fn`; or that shards nothing.
+        IntegrationError: Lightning is older than the tested versions; the number of ranks is not
+            divisible by the sizes; there is tensor parallelism without a `parallelize_fn`; or the
+            `parallelize_fn` shards nothing.
     """
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -212,25 +214,25 @@ class ShardkitStrategy(_Sharding, TrainerModelParallel):
         trainer = Trainer(accelerator="cpu", devices=2, strategy=ShardkitStrategy())
         trainer.fit(lightning_module)
 
-    Without a `parallelize_fn`, and unless `configure_model` has sharded something by
-    ``fully_shard``, each module that the `LightningModule` holds is sharded by
-    `shardkit.auto_shard`: it is a root of its own, so `training_step` must call it, and not only
-    modules inside of it. Modules without a forward (``ModuleList``) are left out, and what they
-    hold is taken. Gradients are accumulated without communication (`accumulate_grad_batches`).
-    Saving, loading and clipping are as with Lightning's `ModelParallelStrategy`, and the files are
-    the same.
+    If there is no `parallelize_fn`, and `configure_model` has sharded nothing by ``fully_shard``,
+    each module that the `LightningModule` holds is sharded by `shardkit.auto_shard`. Each is a
+    separate root, so `training_step` must call it, and not only modules inside of it. For modules
+    without a forward (``ModuleList``), the modules in them are sharded instead. Gradients are
+    accumulated without communication (`accumulate_grad_batches`). Saving, loading and clipping work
+    as with Lightning's `ModelParallelStrategy`, and the files are the same.
 
     Args:
-        parallelize_fn: Function as of `ShardkitFabricStrategy`; gets the `LightningModule`.
-        replicate_size: Number as of `ShardkitFabricStrategy`.
-        tensor_parallel_size: Number as of `ShardkitFabricStrategy`.
-        save_distributed_checkpoint: Flag as of `ShardkitFabricStrategy`.
+        parallelize_fn: Argument of `ShardkitFabricStrategy`; it gets the `LightningModule`.
+        replicate_size: Argument of `ShardkitFabricStrategy`.
+        tensor_parallel_size: Argument of `ShardkitFabricStrategy`.
+        save_distributed_checkpoint: Argument of `ShardkitFabricStrategy`.
         process_group_backend: Setting of Lightning's strategy.
-        timeout: Setting of Lightning's strategy; None is its default.
+        timeout: Setting of Lightning's strategy; None: its default.
 
     Raises:
-        IntegrationError: As of `ShardkitFabricStrategy`; and for parameters that belong to the
-            `LightningModule` itself, which no module's forward would gather.
+        IntegrationError: The same as for `ShardkitFabricStrategy`; also, without a
+            `parallelize_fn`, for parameters that belong to the `LightningModule` itself, whose
+            gradients would not be averaged.
     """
 
     model: Any
@@ -270,7 +272,7 @@ class ShardkitStrategy(_Sharding, TrainerModelParallel):
 
 
 def _also_shardkit(original: Callable[[object], bool]) -> Callable[[object], bool]:
-    """Let Lightning's functions for checkpoints take sharded modules for distributed ones."""
+    """Make Lightning's checkpoint functions treat sharded modules as distributed ones."""
 
     def has_distributed_parameters(module: object) -> bool:
         if isinstance(module, nn.Module) and _roots_in(module):
@@ -280,5 +282,5 @@ def _also_shardkit(original: Callable[[object], bool]) -> Callable[[object], boo
     return has_distributed_parameters
 
 
-# Lightning asks it in functions that the strategies above inherit. For others nothing changes.
+# Functions that the strategies above inherit call it. For other strategies nothing changes.
 fabric_module._has_dtensor_modules = _also_shardkit(fabric_module._has_dtensor_modules)

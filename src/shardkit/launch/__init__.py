@@ -1,9 +1,9 @@
-"""Starting the ranks of a script: on one host or several, by itself or under SLURM.
+"""Starting the ranks of a script: on one host or several, directly or under SLURM.
 
-`launch` puts together what torchrun is told, from the command line and a config file, and runs
-torchrun's agent with it. It shows what ranks write, and last how they failed, and finds the
-address by which other hosts reach this one. In each rank `worker` runs the script. `slurm` reads
-what SLURM says of its tasks.
+`launch` makes torchrun's options from the command line and a config file, and runs torchrun's agent
+with them. It shows the output of the ranks and, at the end, their failures. It finds the address by
+which other hosts reach this one. In each rank `worker` runs the script. `slurm` reads SLURM's
+variables of its tasks.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
-# --- what torchrun is told: the command line, a config file below it, defaults below that ---------
+# --- torchrun's options: from the command line, else a config file, else defaults -----------------
 
 
 _PORT = 29500
-_AS_MANY_AS_CARDS = -1  # As Accelerate writes it.
+_AS_MANY_AS_CARDS = -1  # Accelerate's notation.
 _ABOUT = """Start the ranks of a script by torchrun.
 
 All options of torchrun are known, and the names of Accelerate for the most frequent ones. What is
 not given comes from the config file (--config), which `accelerate config` writes. Without one there
 is one host, with a rank for each card, or one rank where there is no card.
 """
-# Accelerate's names; their values are what a config file has under the same name.
+# Accelerate's names; in a config file, the fields of the same names have their values.
 _OF_CONFIG = {
     "num_processes": "ranks of all hosts together",
     "num_machines": "hosts",
@@ -68,14 +68,14 @@ _OF_CONFIG = {
     "main_process_ip": "name or address of host 0, on a network that all share",
     "main_process_port": f"a free port there ({_PORT})",
 }
-# Torchrun's names of the same.
+# Torchrun's names of the same options.
 _OF_TORCHRUN = {
     "num_machines": "nnodes",
     "machine_rank": "node_rank",
     "main_process_ip": "master_addr",
     "main_process_port": "master_port",
 }
-# Torchrun's options of which no field is the same, and which it does not check.
+# Torchrun's options that have no field, and that it does not check.
 _ALONE: dict[str, Kind] = {
     "max_restarts": number(0),
     "monitor_interval": seconds,
@@ -85,16 +85,16 @@ _ALONE: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """A launch."""
+    """The options of a launch."""
 
-    # Options that `torch.distributed.run.run` takes, with those that are added here.
+    # Options for `torch.distributed.run.run`, with shardkit's own ones.
     torchrun: argparse.Namespace
     use_cpu: bool  # Whether cards are hidden from the ranks.
-    cards: str | None  # Numbers of those that the ranks see, with commas between them; None: all.
+    cards: str | None  # Numbers of the visible cards, with commas; None: all.
 
     @property
     def hosts(self) -> tuple[int, int]:
-        """How many hosts it goes on with at the least, and how many take part at the most."""
+        """The least number of hosts to go on with, and the largest number that take part."""
         least, most = agent.parse_min_max_nnodes(self.torchrun.nnodes)
         return least, most
 
@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     result: argparse.ArgumentParser = agent.get_args_parser()
     result.prog = "python -m shardkit launch"
     result.usage = "%(prog)s [options] script.py [arguments of the script]"
-    for action in result._actions:  # noqa: SLF001 - what torch names training_script
+    for action in result._actions:  # noqa: SLF001 - torch names it training_script
         if action.dest == "training_script":
             action.metavar = "script.py"
     result.description = _ABOUT
@@ -139,16 +139,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], read_config: Any) -> Arguments:
-    """Return what to launch; `read_config` returns the fields of a file by its path."""
+    """Return the options of a launch; `read_config` returns the fields of a file by its path."""
     reader = parser()
     first = reader.parse_args(argv)
     written = read_config(first.config) if first.config else {}
     fields = {name: value for name, value in dict(written).items() if value is not None}
     reader.set_defaults(**dict.fromkeys(_OF_TORCHRUN.values()))  # None: not on the command line.
     fields |= _above_the_file(first, reader.parse_args(argv))
-    for name in _OF_CONFIG:  # As those of a file are read; hosts before the rank of one of them.
+    for name in _OF_CONFIG:  # Read like those of a file; hosts before a host's rank.
         kind = TOP[name].kind
-        if name == "machine_rank" and "num_machines" in fields:  # Else --nnodes says how many.
+        if name == "machine_rank" and "num_machines" in fields:  # Otherwise --nnodes counts.
             kind = number(0, fields["num_machines"] - 1)
         if name in fields:
             fields[name] = _read(kind, name, fields[name])
@@ -170,7 +170,7 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
         )
         raise LaunchError(msg)
     for name, kind in _ALONE.items():
-        if hasattr(torchrun, name):  # Not all are options of each release.
+        if hasattr(torchrun, name):  # Not every release has all of them.
             setattr(torchrun, name, _read(kind, name, getattr(torchrun, name)))
     chosen = str(fields.get("gpu_ids", "all"))
     result = Arguments(torchrun, use_cpu, None if chosen == "all" else chosen)
@@ -209,11 +209,11 @@ def check_script(script: str, *, is_module: bool) -> None:
 
 
 def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dict[str, Any]:
-    """Return what the command line, and below it torchrun's variables, say of a file's fields.
+    """Return fields from the command line and, below it, from torchrun's variables.
 
     Args:
         first: All options, with torchrun's variables and defaults.
-        given: The same with None where torchrun's names are not on the command line.
+        given: The same options, with None where torchrun's names are not on the command line.
     """
     found = {}
     for name in _OF_CONFIG:
@@ -230,7 +230,7 @@ def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dic
             raise LaunchError(msg)
         value = own if other is None else other
         if name == "num_machines" and own is None and not str(value or 0).isdigit():
-            continue  # A number of hosts that may change, or nonsense, which torchrun tells.
+            continue  # An elastic number, or nonsense that torchrun reports.
         if value is not None:
             found[name] = value
     return found
@@ -245,7 +245,7 @@ def _read(kind: Kind, name: str, value: object) -> Any:
 
 
 def _is_in_environment(name: str) -> bool:
-    """Say whether torchrun's own variable sets an option."""
+    """Return whether torchrun's own variable sets an option."""
     return f"PET_{name.upper()}" in os.environ
 
 
@@ -278,9 +278,9 @@ def _defaults(fields: Mapping[str, Any], *, use_cpu: bool, on_xla: bool) -> dict
 
 
 def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
-    """Say where the hosts meet, unless torchrun was told."""
+    """Choose where the hosts meet, unless torchrun's options say so."""
     torchrun = arguments.torchrun
-    if torchrun.standalone or torchrun.rdzv_endpoint:  # All as torchrun has it.
+    if torchrun.standalone or torchrun.rdzv_endpoint:  # Torchrun's own choice.
         return
     most = arguments.hosts[1]
     where = fields.get("main_process_ip")
@@ -303,18 +303,18 @@ def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
 
 
 def meet(arguments: Arguments, *, host: str, port: int, host_rank: int) -> None:
-    """Change a launch so that the hosts meet at a port of the first one."""
+    """Change a launch so that the hosts meet at a port of the first host."""
     torchrun = arguments.torchrun
     if arguments.is_elastic and torchrun.rdzv_backend == "static":
-        torchrun.rdzv_backend = "c10d"  # A number of hosts that may change needs it.
+        torchrun.rdzv_backend = "c10d"  # An elastic number of hosts needs it.
     if torchrun.rdzv_backend == "static":
         torchrun.master_addr, torchrun.master_port = host, port
         torchrun.node_rank = host_rank
         return
     torchrun.rdzv_endpoint = f"{host}:{port}"
-    torchrun.node_rank = 0  # Torchrun warns of others: it numbers hosts by itself.
+    torchrun.node_rank = 0  # Torchrun warns about others: it numbers hosts itself.
     if torchrun.rdzv_backend == "c10d" and "is_host" not in torchrun.rdzv_conf:
-        # Else torchrun guesses by names, which are not always known.
+        # Otherwise torchrun guesses it from names, which are not always known.
         is_host = f"is_host={int(host_rank == 0)}"
         torchrun.rdzv_conf = ",".join(filter(None, (torchrun.rdzv_conf, is_host)))
 
@@ -327,25 +327,25 @@ _ERROR_FILE = "error.json"
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank of this host failed."""
+    """The failure of one rank on this host."""
 
     rank: int
     local_rank: int
     at: float  # Time in seconds since 1970.
-    message: str  # Type and text of its exception, or how its process ended.
+    message: str  # Type and text of its exception, or the way in which its process ended.
     traceback: str  # Traceback of its exception; empty: its process ended without one.
 
     @property
     def diagnosis(self) -> str | None:
-        """What the ranks found out about each other, if that is how it ended."""
+        """The report of diverging ranks, if the rank failed with one."""
         return self.message.removeprefix(_PARTED) if self.message.startswith(_PARTED) else None
 
 
 def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
-    """Return how ranks of this host failed, in the order in which they did.
+    """Return the failures of ranks on this host, in the order of time.
 
-    Torchrun ends the others when it sees the first process that has failed. What those have left
-    in their error files until then, in the folder of this launch, counts as well.
+    Torchrun ends the other ranks when it sees the first process that has failed. The error files
+    that they have left until then, in the folder of this launch, count as well.
     """
     rank_0 = next(rank - failure.local_rank for rank, failure in error.failures.items())
     attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.split("_")[1]))
@@ -361,19 +361,19 @@ def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
         for rank, failure in error.failures.items()
         if read.get(failure.local_rank) is None and failure.exitcode != -signal.SIGTERM
     ]
-    if not found:  # All of them were ended, by somebody else.
+    if not found:  # Something else has ended all of them.
         found = [_without_file(*error.get_first_failure())]
-    # By time; who only heard of another's failure comes after those who did not.
+    # In the order of time; ranks that only report another rank's failure come last.
     return sorted(found, key=lambda failure: (failure.diagnosis is not None, failure.at))
 
 
 def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
-    """Return what a rank left; None: it was ended while it wrote."""
+    """Return the failure in a rank's file; None if the rank was ended while it wrote."""
     try:
         content = json.loads(file.read_text())["message"]
     except ValueError:
         return None
-    # The time in the file has whole seconds only.
+    # The time in the file has only whole seconds.
     at = file.stat().st_mtime
     if not isinstance(content, dict):
         return Failure(rank, local_rank, at, str(content), "")
@@ -382,7 +382,7 @@ def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
 
 
 def _without_file(rank: int, failure: ProcessFailure) -> Failure:
-    """Return how a process ended that left none."""
+    """Return the failure of a process that left no file."""
     code = failure.exitcode
     how = (
         f"process {failure.pid} ended with exit status {code} and no exception; its own lines "
@@ -396,7 +396,7 @@ def _without_file(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def report(failures: list[Failure], num_ranks: int) -> str:
-    """Return what is shown last: the diagnosis, if there is one, and the first rank's traceback."""
+    """Return the final report: the diagnosis, if there is one, and the first rank's traceback."""
     first, *others = failures
     host, when = socket.gethostname(), time.strftime("%H:%M:%S", time.localtime(first.at))
     count = f"{len(failures)} of {num_ranks} ranks on {host} failed"
@@ -416,28 +416,28 @@ def report(failures: list[Failure], num_ranks: int) -> str:
 # --- output ---------------------------------------------------------------------------------------
 
 TEMPLATE = "[rank ${rank}] "
-"""What torchrun's agent puts before each piece of a rank's output."""
+"""Text that torchrun's agent puts before each piece of a rank's output."""
 
 _HEADER = re.compile(r"\[rank (\d+)\] ")
 _RESET = "\x1b[0m"
 _BOLD = "\x1b[1m"
-# Of a terminal's own palette, readable on a dark and on a light background.
+# Colours of a terminal's own palette, readable on a dark and on a light background.
 _COLOURS = tuple(f"\x1b[{code}m" for code in (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91))
 
 
 def wants_colour(choice: str, stream: TextIO) -> bool:
-    """Say whether a stream gets colours; ``"auto"``: a terminal does, but for ``NO_COLOR``."""
+    """Return whether a stream gets colours; ``"auto"``: a terminal without ``NO_COLOR``."""
     if choice == "auto":
         return not os.environ.get("NO_COLOR") and stream.isatty()
     return choice == "always"
 
 
 class RankLines:
-    """A stream that torchrun's agent writes the output of ranks to, from several threads.
+    """A stream for the output of ranks, which torchrun's agent writes from several threads.
 
-    The agent writes what it finds in a rank's file, maybe half a line. Here a line is kept until
-    it is whole, so that lines of different ranks do not mix. With `colour` the header of each has
-    its rank's colour.
+    The agent writes the text that it finds in a rank's file, which may be half a line. This stream
+    keeps a line until it is complete, so that lines of different ranks do not mix. With `colour`,
+    each header has the colour of its rank.
     """
 
     def __init__(self, stream: TextIO, *, colour: bool) -> None:
@@ -461,7 +461,7 @@ class RankLines:
         return len(text)
 
     def close(self) -> None:
-        """Show lines without an end. The stream below stays open."""
+        """Show unfinished lines. The stream below stays open."""
         with self._lock:
             for rank, line in sorted(self._unfinished.items()):
                 self._show(rank, f"{line}\n")
@@ -470,7 +470,7 @@ class RankLines:
 
     def __getattr__(self, name: str) -> Any:
         if name not in {"flush", "isatty", "fileno", "encoding", "errors"}:
-            raise AttributeError(name)  # Others write, past the lock.
+            raise AttributeError(name)  # Other methods would bypass the lock.
         return getattr(self._stream, name)
 
     def _show(self, rank: int, line: str) -> None:
@@ -485,16 +485,16 @@ class RankLines:
 
 
 class Here(NamedTuple):
-    """This host, as another one sees it."""
+    """This host, as another host sees it."""
 
-    address: str  # Numeric.
-    interface: str | None  # Name of the interface; None: the system does not tell.
+    address: str  # Numeric address.
+    interface: str | None  # Name of the interface; None: unknown.
 
 
 def here_towards(host: str, port: int) -> Here:
     """Return the address and the interface by which this host reaches another one.
 
-    Nothing is sent. If `host` is this one, it is the interface that has its address.
+    Nothing is sent. If `host` is this host, the interface is the one that has its address.
     """
     try:
         own = address_towards(host, port)
@@ -518,7 +518,7 @@ def here_towards(host: str, port: int) -> Here:
 
 
 def check_interface(variable: str, chosen: str, here: Here) -> None:
-    """Refuse interfaces that cannot lead to other hosts: ranks would wait for half an hour."""
+    """Refuse interfaces that do not lead to other hosts: ranks would wait for half an hour."""
     known = interface_addresses()
     wanted = here.interface or f"the one with the address {here.address}"
     for name in filter(None, chosen.split(",")):
@@ -543,17 +543,17 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Start a script in ranks, and wait for them; what ``python -m shardkit launch`` does.
+    """Start a script in ranks, and wait for them: the work of ``python -m shardkit launch``.
 
     Args:
-        argv: Options, the script, and its arguments, as `sys.argv[1:]` has them.
+        argv: Options, the script, and its arguments, in the form of `sys.argv[1:]`.
 
     Returns:
-        The exit status: 0; 1 if a rank failed; 128 and the number of the signal that ended it.
+        The exit status: 0; 1 if a rank failed; or 128 plus the number of the signal that ended it.
 
     Raises:
-        LaunchError: There is no such script, what was asked for contradicts itself, or the hosts do
-            not meet.
+        LaunchError: There is no such script, options contradict each other, or the hosts do not
+            meet.
         ConfigError: The config file cannot be read.
     """
     arguments = parse(argv, read_config)
@@ -564,7 +564,7 @@ def launch(argv: Sequence[str]) -> int:
         address, port, hosts = (
             tasks[name] for name in ("MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE")
         )
-        if int(tasks["WORLD_SIZE"]) > int(hosts):  # Each task is a rank, SLURM has started them.
+        if int(tasks["WORLD_SIZE"]) > int(hosts):  # Each task is a rank that SLURM has started.
             os.environ.update(tasks)
             _use_network(address, int(port))
             os.execv(sys.executable, [sys.executable, "-u", *_program(arguments)])  # noqa: S606
@@ -587,11 +587,11 @@ def read_config(path: str) -> Mapping[str, Any]:
 
 
 def environment_of(arguments: Arguments) -> dict[str, str]:
-    """Return what all ranks have in their environment."""
+    """Return the environment variables that all ranks get."""
     found = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": TEMPLATE}
     if arguments.is_elastic and _SHARE_STORE not in os.environ:
-        # Torch 2.9 to 2.13 tells the address of a shared store in the first round only, so that a
-        # host that comes later waits for it until it gives up.
+        # Torch 2.9 to 2.13 sends the address of a shared store in the first round only, so a host
+        # that comes later waits for it until its time limit.
         found[_SHARE_STORE] = "1"
     if arguments.torchrun.config is not None:
         found[CONFIG_VARIABLE] = str(Path(arguments.torchrun.config).resolve())
@@ -603,10 +603,10 @@ def environment_of(arguments: Arguments) -> dict[str, str]:
 
 
 def _reach_others(arguments: Arguments) -> None:
-    """Say by which address and interface this host takes part."""
+    """Set the address and the interface by which this host takes part."""
     options = arguments.torchrun
     if options.standalone and options.local_addr is None:
-        # Torchrun takes the host's own name, which no name server may know.
+        # Torchrun uses the host's own name, which may be unknown to name servers.
         options.local_addr = "127.0.0.1"
     if arguments.hosts[1] == 1:
         return
@@ -625,7 +625,7 @@ def _reach_others(arguments: Arguments) -> None:
 
 
 def _use_network(host: str, port: int) -> str:
-    """Let the engines use the interface that leads to a host; return this host's address on it."""
+    """Let the engines use the interface that leads to a host; return its address."""
     here = here_towards(host, port)
     for name in _INTERFACES:
         if here.interface is not None:
@@ -636,7 +636,7 @@ def _use_network(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def _logs(arguments: Arguments) -> Iterator[Path]:
-    """Give a folder for what ranks write: of this launch alone, and kept if the user names one."""
+    """Yield a folder for the ranks' files, of this launch alone; kept if the user names one."""
     kept = arguments.torchrun.log_dir
     if kept is None:
         with tempfile.TemporaryDirectory(prefix="shardkit-launch-") as folder:
@@ -648,7 +648,7 @@ def _logs(arguments: Arguments) -> Iterator[Path]:
 
 
 def _program(arguments: Arguments) -> list[str]:
-    """Return what a rank's Python is told to run."""
+    """Return the command line for the Python of a rank."""
     options = arguments.torchrun
     flags = {"--install": options.install, "--module": options.module}
     wanted = [flag for flag, is_set in flags.items() if is_set]
@@ -663,7 +663,7 @@ def _run(arguments: Arguments, logs: Path) -> int:
     options.training_script, options.training_script_args = program[0], program[1:]
     options.module = False
     options.log_dir = str(logs)
-    options.tee = "3"  # Both streams of each rank: into files, and from there to this terminal.
+    options.tee = "3"  # Both streams of each rank go into files, and from there to this terminal.
     try:
         with contextlib.ExitStack() as stack:
             for stream, redirect in (
@@ -692,7 +692,7 @@ def _run(arguments: Arguments, logs: Path) -> int:
 
 
 def _not_met(arguments: Arguments, error: Exception) -> str:
-    """Say that hosts did not meet, or lost each other between two starts."""
+    """Return the message that hosts did not meet, or lost each other between two starts."""
     options = arguments.torchrun
     where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     cause = error.__cause__ or error.__context__ or error

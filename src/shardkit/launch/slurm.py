@@ -1,4 +1,4 @@
-"""What SLURM says of its tasks, as the variables that a launcher sets."""
+"""SLURM's variables of its tasks, converted to the variables that a launcher sets."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
-"""Below those that Linux gives to outgoing connections."""
+"""Ports below those that Linux uses for outgoing connections."""
 _NAME = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 _PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what torchrun would set, where `srun` has started one task for each rank.
+    """Return the variables of torchrun, if `srun` has started one task for each rank.
 
         os.environ.update(slurm_environment())
         mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),))
 
-    Not needed under ``srun python -m shardkit launch --slurm script.py``, which does it.
+    It is not needed under ``srun python -m shardkit launch --slurm script.py``, which calls it.
 
     Args:
-        environment: Variables with SLURM's among them; None: of this process. MASTER_ADDR and
+        environment: Variables, SLURM's among them; None: those of this process. MASTER_ADDR and
             MASTER_PORT in it are kept.
 
     Returns:
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR
-        and MASTER_PORT. The ranks meet on the first host of the step, at a port that follows from
-        the numbers of the job and of the step.
+        and MASTER_PORT. The ranks meet on the first host of the step, at a port that is computed
+        from the numbers of the job and of the step.
 
     Raises:
         LaunchError: This process was not started by `srun`, or a variable cannot be read.
@@ -60,10 +60,10 @@ def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str,
             raise LaunchError(msg)
         return int(value)
 
-    # Sbatch gives its script a task's place, too, but no step: others would be waited for.
+    # Sbatch gives its script the place of a task, too, but no step: it would wait for other tasks.
     step = find("SLURM_STEP_ID", "SLURM_STEPID")
     host = number("SLURM_NODEID")
-    # Those of the step come first: it may have fewer hosts than its job.
+    # Variables of the step come first: it may have fewer hosts than its job.
     hosts = host_names(find("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     per_host = tasks_per_host(find("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_host) != len(hosts) or host >= len(hosts):
@@ -88,12 +88,12 @@ def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 
 
 def host_names(nodelist: str) -> tuple[str, ...]:
-    """Return the names that a list of SLURM's stands for, in its order.
+    """Return the host names in a list of SLURM, in its order.
 
     ``node[001-003,007],gpu-a`` is node001, node002, node003, node007 and gpu-a.
 
     Raises:
-        LaunchError: It is no such list.
+        LaunchError: The text is no such list.
     """
     if _NAME.sub("", nodelist).strip(","):
         msg = f"{nodelist!r} is no list of hosts as SLURM writes them, such as node[001-003,007]."
@@ -112,14 +112,14 @@ def host_names(nodelist: str) -> tuple[str, ...]:
                         f"[001-003,007]."
                     )
                     raise LaunchError(msg)
-                # With as many zeros as they were written with.
+                # With leading zeros as in the list.
                 parts[-1] += [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
         found += map("".join, itertools.product(*parts))
     return tuple(found)
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:
-    """Return how many tasks each host has: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Return the number of tasks on each host: ``2(x3),1`` is 2, 2, 2, 1."""
     found: list[int] = []
     for part in text.split(","):
         match = _REPEATED.fullmatch(part)

@@ -1,7 +1,8 @@
-"""Runs a script in one rank, as Python itself would, and leaves a file about how it failed.
+"""Runs a script in one rank, like Python itself, and writes a file if the script fails.
 
-A program of its own: ``python worker.py [--install] [--module] SCRIPT ARGS``. It imports nothing of
-shardkit or torch before the script does, which may first want to set something for them.
+It is a separate program: ``python worker.py [--install] [--module] SCRIPT ARGS``. It imports
+nothing of shardkit or torch before the script does, because the script may first set options for
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _HIDDEN = {__file__, "<frozen runpy>", runpy.__file__}
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script; if it raises, write torchrun's error file and end with 1."""
+    """Run a script; if it raises, write torchrun's error file and exit with 1."""
     is_module = install = False
     while arguments[0] in {"--install", "--module"}:
         is_module |= arguments[0] == "--module"
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> None:
             runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         else:
             _run_file(arguments[0])
-    except Exception as error:  # noqa: BLE001 - it is shown as Python does
+    except Exception as error:  # noqa: BLE001 - it is shown like Python does
         _leave_error_file(error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
@@ -48,7 +49,7 @@ def _run_file(file: str) -> None:
     module = types.ModuleType("__main__")
     module.__file__ = str(Path(file).resolve())
     module.__dict__["__builtins__"] = __builtins__
-    # Python's own way to read a source: its encoding, its errors.
+    # Python's own loader of source files: its encoding, its errors.
     loader = importlib.machinery.SourceFileLoader("__main__", module.__file__)
     module.__loader__ = loader
     sys.modules["__main__"] = module
@@ -57,7 +58,7 @@ def _run_file(file: str) -> None:
 
 
 def _leave_error_file(error: Exception) -> None:
-    """Write what torchrun's ``@record`` writes, without the frames of this file."""
+    """Write the file that torchrun's ``@record`` writes, without the frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _HIDDEN:
         trace = trace.tb_next
@@ -70,7 +71,7 @@ def _leave_error_file(error: Exception) -> None:
 
 
 def _say_restart() -> None:
-    """Say once on each host that the ranks start again."""
+    """Print once on each host that the ranks start again."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt and os.environ.get("LOCAL_RANK") == "0":
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")

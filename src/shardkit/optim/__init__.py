@@ -1,4 +1,4 @@
-"""Optimizers that run another one: on what this rank holds, or on what it owns."""
+"""Optimizers that run another one, on the pieces of this rank or on the matrices that it owns."""
 
 from shardkit.optim._delegating import DelegatingOptimizer
 from shardkit.optim._local import LocalOptimizer

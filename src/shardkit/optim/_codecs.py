@@ -1,8 +1,8 @@
-"""How an optimizer's state of one 1-D tensor is shown: one number for each element, by names.
+"""How to show an optimizer's state of a 1-D tensor: one number for each element, by names.
 
-Most optimizers keep it so. Some keep codes and the scales of blocks: torchao's in a tensor
-subclass, bitsandbytes' in three plain tensors. Those are shown as the numbers that they stand for,
-in fp32, and coded again when they are put back. Where the blocks are the same, so are the codes.
+Most optimizers keep their state in this form. Some keep codes, with a scale for each block:
+torchao's in a tensor subclass, bitsandbytes' in three plain tensors. Such state is shown decoded to
+fp32, and encoded again when it is put back. If the blocks are the same, so are the codes.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 # --- numbers coded in blocks ----------------------------------------------------------------------
 #
-# The packages that keep state so have functions of their own. Of a block whose largest number is
-# negative theirs take that as the scale, though the tables end before -1: coded twice, the block
-# shrinks, by a ninth with 4 bits. Here the scale is the least that has all numbers within the
-# table, so that decoded numbers are coded to the same codes.
+# The packages that keep such state have their own functions. If the largest number of a block is
+# negative, they use it as the scale, although the tables end before -1. Encoded twice, the block
+# shrinks, by a ninth with 4 bits. Here the scale is the least one that keeps all numbers within the
+# table, so that decoded numbers are encoded to the same codes.
 
 _SMALLEST_SCALE = 1e-12
 
 
 def encode(values: Tensor, table: Tensor, block_numel: int) -> tuple[Tensor, Tensor]:
-    """Return codes, uint8, as many as there are values; and scales, fp32, one for each block.
+    """Return codes, uint8, one for each value; and scales, fp32, one for each block.
 
     Args:
         values: A tensor of any shape; the last block may be short.
-        table: Ascending, at most 256 numbers from -1 to 1.
-        block_numel: Elements of a block.
+        table: Numbers from -1 to 1, ascending, at most 256.
+        block_numel: Number of elements of a block.
     """
     flat = values.float().reshape(-1)
     padding = -flat.numel() % block_numel
     blocks = F.pad(flat, (0, padding)).view(-1, block_numel)
-    below = blocks.amin(1) / table[0].clamp(max=-_SMALLEST_SCALE)  # Tables of squares have no such.
+    below = blocks.amin(1) / table[0].clamp(max=-_SMALLEST_SCALE)  # Tables of squares are positive.
     scales = torch.maximum(blocks.amax(1) / table[-1], below).clip(_SMALLEST_SCALE)
     codes, changed = _encode_blocks(blocks, table, scales)
     inexact = changed.nonzero()[:, 0]
-    for end in (math.inf, 0.0):  # Division rounds: the scale of decoded numbers may be beside it.
+    for end in (math.inf, 0.0):  # Division rounds, so the first scale may be the next number.
         other = torch.nextafter(scales[inexact], torch.full_like(scales[inexact], end))
         other_codes, other_changed = _encode_blocks(blocks[inexact], table, other)
         is_better = other_changed < changed[inexact]
@@ -61,14 +61,14 @@ def encode(values: Tensor, table: Tensor, block_numel: int) -> tuple[Tensor, Ten
 
 
 def _encode_blocks(blocks: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes, uint8, and how many numbers of each block are decoded to others."""
+    """Return codes, uint8, and the number of values per block that decode to another value."""
     between = (table[1:] + table[:-1]) / 2
     codes = torch.bucketize(blocks / scales[:, None], between)
     return codes.to(torch.uint8), (table[codes] * scales[:, None] != blocks).sum(1)
 
 
 def decode(codes: Tensor, table: Tensor, scales: Tensor, block_numel: int) -> Tensor:
-    """Return the numbers of codes, fp32, in the shape of the codes."""
+    """Return the decoded numbers, fp32, in the shape of the codes."""
     flat = table[codes.reshape(-1).long()]
     of_each = scales.repeat_interleave(block_numel)[: flat.numel()]
     return (flat * of_each).view(codes.shape)
@@ -77,16 +77,16 @@ def decode(codes: Tensor, table: Tensor, scales: Tensor, block_numel: int) -> Te
 # --- codecs ---------------------------------------------------------------------------------------
 
 _MIN_CODED_NUMEL = 4096
-"""torchao and bitsandbytes code nothing smaller."""
+"""Least size of a tensor that torchao and bitsandbytes encode."""
 
 
 class Codec:
-    """Of optimizers that keep one number for each element, of the class `optimizer_class`.
+    """The codec for optimizers that keep one number for each element.
 
     Attributes:
-        block_numel: Elements that share a scale; None: nothing is coded.
-        min_numel: Smaller parameters are not coded.
-        is_known: Whether it is known, without a trial, what the state is made of.
+        block_numel: Number of elements that share a scale; None: nothing is encoded.
+        min_numel: Least size of a parameter that is encoded.
+        is_known: Whether the entries of the state are known without a trial step.
     """
 
     block_numel: int | None = None
@@ -97,7 +97,7 @@ class Codec:
         self.is_known = type(probe).__module__.startswith("torch.optim.")
 
     def show(self, entries: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """Return what stands for the state of `like`: tensors of its shape, and numbers."""
+        """Return the state of `like` in shown form: tensors of its shape, and numbers."""
         self.check(entries, like)
         return {
             name: self._decoded(value) if _is_elementwise(value) else value
@@ -105,7 +105,7 @@ class Codec:
         }
 
     def check(self, entries: Mapping[str, Any], like: Tensor) -> None:
-        """Raise if there is state of another shape than the tensor's."""
+        """Raise if the state has an entry of another shape than the tensor's."""
         for name, value in entries.items():
             if _is_elementwise(value) and value.shape != like.shape:
                 msg = (
@@ -118,11 +118,11 @@ class Codec:
     def put(
         self, shown: Mapping[str, Any], fresh: Mapping[str, Any] | None, like: Tensor
     ) -> dict[str, Any]:
-        """Return the state that `shown` stands for.
+        """Return the optimizer's own state for a shown one.
 
         Args:
-            shown: State that `show` returned, of any dtype; taken over where it can be.
-            fresh: State of a first step, to be written to; None: there is no need for it.
+            shown: State that `show` returned, of any dtype; its tensors are used if possible.
+            fresh: State of a first step, which is overwritten; None: it is not needed.
             like: The tensor that the state belongs to.
         """
         entries = {} if fresh is None else dict(fresh)
@@ -146,7 +146,7 @@ class Codec:
 
 
 class SubclassCodec(Codec):
-    """Of torchao's optimizers, whose state is a tensor subclass where it is coded."""
+    """The codec for torchao's optimizers, whose encoded state is a tensor subclass."""
 
     min_numel = _MIN_CODED_NUMEL
 
@@ -158,11 +158,11 @@ class SubclassCodec(Codec):
         if type(target) is Tensor or not isinstance(target, Tensor):
             return super()._coded(value, target, like)
         table = getattr(target, "qmap", None)
-        if table is None:  # fp8 has no table, and is symmetric.
+        if table is None:  # fp8 needs no table; it is symmetric.
             return target.copy_(value)
         coded: Any = target
         codes, scales = encode(value, table, coded.block_size)
-        if coded.codes.numel() < codes.numel():  # Of 4 bits, the first one in the upper half.
+        if coded.codes.numel() < codes.numel():  # 4 bits: the first code is in the upper half.
             codes = (codes[::2] << 4) | codes[1::2]
         coded.codes.copy_(codes.view(coded.codes.shape))
         coded.scale.copy_(scales)
@@ -170,9 +170,9 @@ class SubclassCodec(Codec):
 
 
 class BitsAndBytesCodec(Codec):
-    """Of bitsandbytes' optimizers: ``state1``, and where it is coded ``qmap1`` and ``absmax1``.
+    """The codec for bitsandbytes' optimizers: ``state1``, and if encoded ``qmap1``, ``absmax1``.
 
-    They are shown by the names that torch's optimizers have for the same.
+    The entries are shown under the names that torch's optimizers use.
     """
 
     def __init__(self, probe: Any) -> None:
@@ -212,7 +212,7 @@ class BitsAndBytesCodec(Codec):
         return super().put(plain, fresh, like)
 
     def check(self, entries: Mapping[str, Any], like: Tensor) -> None:
-        of_blocks = ("qmap", "absmax")  # Tables and scales are of other shapes.
+        of_blocks = ("qmap", "absmax")  # Tables and scales have other shapes.
         super().check({k: v for k, v in entries.items() if not k.startswith(of_blocks)}, like)
 
 
@@ -226,7 +226,7 @@ _NAMES = {
 
 
 def codec_of(probe: Optimizer) -> Codec:
-    """Return how the state of an optimizer like `probe` is coded."""
+    """Return the codec for the state of an optimizer like `probe`."""
     packages = {base.__module__.partition(".")[0] for base in type(probe).__mro__}
     if "bitsandbytes" in packages:
         return BitsAndBytesCodec(probe)
@@ -241,9 +241,9 @@ def fresh_state(
     settings: Mapping[str, Any],
     like: Tensor,
 ) -> dict[str, Any]:
-    """Return the state that the class makes for a tensor: of a step of zeros, with zero gradients.
+    """Return the state that the class makes for a tensor in a step with zero gradients.
 
-    Memory for two tensors like that, for the time of the step.
+    The values of the tensor are zeros, too. Takes memory for two such tensors during the step.
     """
     scratch = torch.nn.Parameter(torch.zeros_like(like))
     scratch.grad = torch.zeros_like(like)
@@ -256,7 +256,7 @@ def fresh_state(
 
 @contextlib.contextmanager
 def own_random_numbers(device: torch.device, seed: int | None = None) -> Iterator[None]:
-    """Draw inside from a seed, if there is one, and leave the generators of users as they are."""
+    """Draw inside from `seed`, if there is one, without a change of the users' generators."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     devices = [] if module is None else [module.current_device()]
     with torch.random.fork_rng(devices, device_type="cuda" if module is None else device.type):
@@ -269,7 +269,7 @@ def own_random_numbers(device: torch.device, seed: int | None = None) -> Iterato
 
 def is_number(value: object) -> bool:
     """Whether an entry of state is one number for all elements, as a tensor or not."""
-    # A sharded tensor without dimensions is the state of a parameter without dimensions.
+    # A sharded tensor without dims is the state of a parameter without dims.
     return not isinstance(value, Tensor) or (value.ndim == 0 and type(value) is not ShardedTensor)
 
 
@@ -278,7 +278,7 @@ def _is_elementwise(value: object) -> TypeGuard[Tensor]:
 
 
 def _number_like(value: Any, target: Any) -> Any:
-    """Return a number in the form that an optimizer keeps it in."""
+    """Return a number in the form in which an optimizer keeps it."""
     if isinstance(target, Tensor):
         return torch.as_tensor(value, dtype=target.dtype).to(target.device, copy=True)
     if isinstance(value, Tensor):

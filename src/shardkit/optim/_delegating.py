@@ -1,9 +1,9 @@
-"""What optimizers have in common that let another one do the steps, on other tensors.
+"""The common part of optimizers that let another one do the steps, on other tensors.
 
-The *outer* optimizer is the one that users have. Its parameter groups hold their sharded
-parameters, so that schedulers, clipping, scaling and checkpoints work as with any other. The
-*inner* one is of the class that users named. It steps tensors that stand for the parameters: runs
-of a shard (`shardkit.optim.LocalOptimizer`), or whole matrices at the ranks that own them.
+The *outer* optimizer is the one that users hold. Its parameter groups hold the users' sharded
+parameters, so that schedulers, clipping, scaling and checkpoints work as with any optimizer. The
+*inner* optimizer is of the class that users named. It steps tensors that represent the parameters:
+runs of a shard (`shardkit.optim.LocalOptimizer`), or whole matrices on the ranks that own them.
 """
 
 from __future__ import annotations
@@ -29,48 +29,49 @@ if TYPE_CHECKING:
 # --- the outer optimizer --------------------------------------------------------------------------
 
 State = dict[Any, Any]
-"""What an optimizer keeps: by parameter, then by name. Few keep something by other keys, too."""
+"""State of an optimizer: by parameter, then by name. A few optimizers use other keys, too."""
 
 _NOT_SETTINGS = ("params", "param_names")
 
 
 class DelegatingOptimizer(Optimizer, ABC):
-    """An optimizer whose inner one is of another class, and steps other tensors.
+    """An optimizer that has an inner one of another class step other tensors.
 
     **What this class does.** It tries `optimizer_class` on a small tensor, so that wrong options
-    raise at once, and takes its default settings for the parameter groups. In each step it brings
-    the inner optimizer up to date, copies settings (``lr`` and the like) into it, runs it, and
-    copies settings back that it changed. It keeps the state that users see and the state of the
-    inner one in agreement, in both directions, and loads state dicts without a change of dtype.
+    raise at once, and takes its default settings for the parameter groups. In each step it updates
+    the inner optimizer's tensors and state, copies settings (``lr`` and the like) into it, runs it,
+    and copies back the settings that it changed. It keeps the inner state and the state that users
+    see equal, in both directions, and loads state dicts without a change of dtype.
 
-    **What a subclass gives.** All of it is called without grad mode.
+    **What a subclass gives.** All of these methods are called without grad mode.
 
-    - `_new_tensors` decides which tensors the inner optimizer steps. The base calls it when there
-      is no inner optimizer, when `state` was written or loaded, and when `_is_outdated` says that
-      the old tensors do not fit any more. `state` is that of before. The base keeps it over such a
-      change: by parameters, as users see it.
-    - `_run` sets gradients of these tensors, and brings their values up to date; has the inner
-      optimizer step them; and writes results back. It may communicate. `_drop` drops the gradients.
-    - `_show_state` returns the state by the users' parameters. What it returns may be views of the
-      inner state, and is cheap then. `_put_state` is the other direction: state by the users'
+    - `_new_tensors` returns the tensors that the inner optimizer steps. The base class calls it
+      when there is no inner optimizer, when `state` was written or loaded, and when `_is_outdated`
+      returns that the old tensors do not fit any more. `state` is then still the old one. The base
+      class keeps it over such a change: by parameters, as users see it.
+    - `_run` sets the gradients of these tensors and updates their values, has the inner optimizer
+      step them, and writes the results back. It may communicate. `_drop` drops the gradients.
+    - `_show_state` returns the state by the users' parameters. Its tensors may be views of the
+      inner state, which is cheap. `_put_state` does the opposite: it puts state by the users'
       parameters, from a state dict or from before a change of the tensors, into ``inner.state``.
-      Nothing is known about it but that each tensor belongs to its parameter.
+      All that it may assume is that each tensor belongs to its parameter.
 
-    **Who leads.** After a step the inner state is right, and `state` is made from it when somebody
-    asks (`_show_state`). What is written to `state` or loaded is right from then on: before the
-    next step `_put_state` hands it over. Entries that were replaced are found by their identity;
-    subclasses find what was written in place, in `_is_written`, where their entries are copies.
+    **Which state is valid.** After a step the inner state is valid, and `state` is made from it on
+    request (`_show_state`). After a user has written to `state` or loaded one, that one is valid,
+    and before the next step `_put_state` copies it to the inner optimizer. Entries that were
+    replaced are found by their identity. Subclasses whose entries are copies find those that were
+    written in place, in `_is_written`.
 
     Attributes:
         optimizer_class: Class of the inner optimizer.
-        inner: The inner optimizer; None before the first step. Its parameter groups are those of
-            this optimizer, one by one, with other ``params``.
+        inner: The inner optimizer; None before the first step. It has the parameter groups of this
+            optimizer, one for one, with other ``params``.
     """
 
     _shown: State | None = None
-    """What `state` returns; None: it is to be made from the inner state."""
+    """The value of `state`; None: it must be made from the inner state."""
     _as_shown: State | None = None
-    """The entries of `_shown` as they were when they were made; None: the inner has others."""
+    """The original entries of `_shown`; None: those of the inner optimizer differ."""
 
     def __init__(
         self,
@@ -83,10 +84,10 @@ class DelegatingOptimizer(Optimizer, ABC):
         Args:
             params: Parameters, named ones, or groups, as for any optimizer.
             optimizer_class: Class of the inner optimizer.
-            options: Arguments that it is constructed with.
+            options: Arguments of its constructor.
 
         Raises:
-            OptimizerError: It is no class of optimizers.
+            OptimizerError: `optimizer_class` is no class of optimizers.
         """
         given: Any = optimizer_class
         if not inspect.isclass(given) or not issubclass(given, Optimizer):
@@ -102,7 +103,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         super().__init__(params, self._defaults_of(self._probe()))
 
     _kept: tuple[str, ...] = ("optimizer_class", "_options")
-    """Attributes that copies and pickles have, too."""
+    """Attributes that copies and pickles also have."""
 
     def _forget(self) -> None:
         """Begin without an inner optimizer."""
@@ -112,16 +113,16 @@ class DelegatingOptimizer(Optimizer, ABC):
     # --- what subclasses give -------------------------------------------------------------------
 
     def _probe(self) -> Optimizer:
-        """Return an optimizer of the class, of a small tensor on the host, to be looked at."""
+        """Return an optimizer of the class, of a small tensor on the host, to inspect it."""
         return self.optimizer_class([torch.nn.Parameter(torch.zeros(1))], **self._options)
 
     @abstractmethod
     def _is_outdated(self) -> bool:
-        """Whether the inner optimizer's tensors no longer stand for the parameters."""
+        """Whether the inner optimizer's tensors no longer represent the parameters."""
 
     @abstractmethod
     def _new_tensors(self) -> list[list[torch.nn.Parameter]]:
-        """Return anew what the inner optimizer steps, for each parameter group; maybe nothing."""
+        """Return new tensors for the inner optimizer to step, by parameter group; maybe none."""
 
     @abstractmethod
     def _run(self, inner: Optimizer) -> None:
@@ -129,7 +130,7 @@ class DelegatingOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _drop(self) -> None:
-        """Drop the gradients of the inner tensors; called also if the step raised."""
+        """Drop the gradients of the inner tensors; also called if the step raised."""
 
     @abstractmethod
     def _show_state(self) -> State:
@@ -139,12 +140,12 @@ class DelegatingOptimizer(Optimizer, ABC):
     def _put_state(self, state: State) -> None:
         """Have the inner optimizer continue from a state by the users' parameters.
 
-        `inner` is not None. Entries of parameters that it does not step are to be kept or dropped
-        by the subclass.
+        `inner` is not None. The subclass decides whether it keeps or drops entries of parameters
+        that the inner optimizer does not step.
         """
 
     def _is_written(self) -> bool:
-        """Whether somebody wrote into what `_show_state` returned, where that is a copy."""
+        """Whether a user has written to the copies that `_show_state` returned."""
         return False
 
     # --- steps ----------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         """Take one step. Call it on all ranks.
 
         Args:
-            closure: Computes the loss and gradients anew, once.
+            closure: Function that computes the loss and gradients anew; called once.
 
         Returns:
             The result of `closure`.
@@ -174,23 +175,23 @@ class DelegatingOptimizer(Optimizer, ABC):
         return loss
 
     def _prepare(self) -> Optimizer:
-        """Return the inner optimizer, whose tensors and state are those of the parameters."""
+        """Return the inner optimizer, with the present tensors and state of the parameters."""
         inner = self.inner
         if inner is not None and not self._is_state_written() and not self._is_outdated():
             return inner
         state = self.state
-        self._as_shown = None  # Where this raises, `state` leads in the next step, too.
+        self._as_shown = None  # If this raises, `state` stays the valid one.
         inner = self._renew(self._new_tensors())
         self._put_state(state)
         self._shown = self._as_shown = None
         return inner
 
     def _is_state_written(self) -> bool:
-        """Whether somebody wrote to `state`, or loaded it, since it was made of the inner one."""
+        """Whether a user wrote to `state`, or loaded it, since it was made from the inner state."""
         return self._shown is not None and self._is_changed(self._shown)
 
     def _renew(self, tensors: Sequence[Sequence[torch.nn.Parameter]]) -> Optimizer:
-        """Return an inner optimizer of other tensors; what it has itself, it keeps."""
+        """Return the inner optimizer with other tensors; its own attributes stay."""
         groups = [
             {**self._settings_of(group), "params": list(of_group)}
             for group, of_group in zip(self.param_groups, tensors, strict=True)
@@ -198,7 +199,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         made = self.optimizer_class(groups, **self._options)
         if self.inner is None:
             self.inner = made
-        else:  # Some keep numbers of their own, beside the state.
+        else:  # Some classes keep numbers in attributes.
             self.inner.param_groups, self.inner.state = made.param_groups, made.state
         self._sent = [{} for _ in groups]
         return self.inner
@@ -219,7 +220,7 @@ class DelegatingOptimizer(Optimizer, ABC):
     # --- settings -------------------------------------------------------------------------------
 
     def _defaults_of(self, probe: Optimizer) -> dict[str, Any]:
-        """Return the class's settings: as users gave them, else numbers where it has tensors."""
+        """Return the class's settings, as users gave them; its tensors become numbers."""
         found = {**probe.defaults, **self._settings_of(probe.param_groups[0])}
         return {
             key: self._options[key]
@@ -235,7 +236,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 
     def _send_settings(self, inner: Optimizer) -> None:
-        """Copy settings into the inner groups; a tensor there keeps its identity."""
+        """Copy settings into the inner groups; a tensor there stays the same object."""
         for group, other, sent in zip(
             self.param_groups, inner.param_groups, self._sent, strict=True
         ):
@@ -249,7 +250,7 @@ class DelegatingOptimizer(Optimizer, ABC):
                 sent[key] = value
 
     def _fetch_settings(self, inner: Optimizer) -> None:
-        """Copy settings back that the step changed: some classes count there."""
+        """Copy back the settings that the step changed: some classes count in them."""
         for group, other, sent in zip(
             self.param_groups, inner.param_groups, self._sent, strict=True
         ):
@@ -263,10 +264,10 @@ class DelegatingOptimizer(Optimizer, ABC):
 
     @property
     def state(self) -> Any:
-        """The state by parameters, as that of an optimizer that steps them itself.
+        """The state by parameters, like that of an optimizer that steps the parameters itself.
 
-        It follows the inner state from one step to the next: ask again after a step. What is
-        written to it counts in the next step.
+        It does not follow the inner state after a step: read it again. Values that are written to
+        it count in the next step.
         """
         if self._shown is None:
             shown: State = {} if self.inner is None else self._show_state()
@@ -282,9 +283,9 @@ class DelegatingOptimizer(Optimizer, ABC):
         self._shown, self._as_shown = value, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as that of an optimizer that steps the parameters itself."""
+        """Return the state like that of an optimizer that steps the parameters itself."""
         result: dict[str, Any] = super().state_dict()
-        # Parameters share their numbers here, and what is loaded into one must not reach others.
+        # Parameters share their numbers here; a loaded number must not be shared.
         result["state"] = {
             number: {
                 key: value.clone() if isinstance(value, Tensor) and is_number(value) else value
@@ -302,7 +303,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         Args:
             state_dict: A dict that `state_dict` returned. Its tensors are kept, with their dtypes.
         """
-        # Hooks of users see the state as it is; torch would cast it to the parameters' dtype.
+        # Users' hooks see the state unwrapped. Torch would cast it to the parameters' dtype.
         last = self.register_load_state_dict_pre_hook(_wrap_tensors)
         try:
             super().load_state_dict(state_dict)
@@ -310,7 +311,7 @@ class DelegatingOptimizer(Optimizer, ABC):
             last.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of: no inner optimizer, all of its state."""
+        """Return the content of copies and pickles: all of the state, and no inner optimizer."""
         return {
             **super().__getstate__(),
             "state": dict(self.state),
@@ -318,7 +319,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was copied or loaded; the inner optimizer follows at the next step."""
+        """Take over a copied or loaded content; the next step makes the inner optimizer."""
         state = dict(state)
         if "state" in state:
             shown = map_leaves(state.pop("state"), _unwrap)

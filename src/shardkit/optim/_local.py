@@ -1,4 +1,4 @@
-"""`LocalOptimizer`: any elementwise optimizer, on the pieces that this rank holds."""
+"""`LocalOptimizer`: any elementwise optimizer, on this rank's pieces."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 # --- refusals -------------------------------------------------------------------------------------
 #
-# No class says what it is, so they are known by name. Others that look at shapes, rows or norms
-# train without an error, and otherwise than on one device.
+# No class declares whether it is elementwise, so the others are known by name. Other optimizers
+# that look at shapes, rows or norms train without an error, but not as on one device.
 
 _NORM = "it scales updates by norms of whole parameters"
 _REMEDY = "Use shardkit.optim.MatrixOptimizer for optimizers of matrices, or another class."
@@ -67,16 +67,16 @@ def _refuse_class(optimizer_class: type[Optimizer]) -> None:
 
 # --- random numbers alike on replicas -------------------------------------------------------------
 #
-# Ranks that hold the same elements must round them alike, or they drift apart without an error.
-# Each rank draws from its own generator otherwise, which dropout has moved by then.
+# Ranks that hold the same elements must round them in the same way. Otherwise they drift apart
+# without an error. Each rank draws from its own generator, which dropout has already advanced.
 
 
 def check_copies(params: Iterable[Any]) -> None:
-    """Refuse parameters of which several ranks hold the same elements, cut in other ways.
+    """Refuse parameters whose elements several ranks hold, cut in different ways.
 
     Raises:
-        OptimizerError: A bf16 parameter is not sharded beside others that are, or is held by
-            several ranks of an axis of tensor parallelism.
+        OptimizerError: A bf16 parameter is not sharded while others are, or several ranks of a
+            tensor-parallel axis hold it.
     """
     rounded = [param for param in params if param.dtype == torch.bfloat16]
     sharded = [param for param in rounded if type(param) is ShardedTensor]
@@ -104,26 +104,26 @@ def check_copies(params: Iterable[Any]) -> None:
 # --- runs of neighbouring pieces ------------------------------------------------------------------
 #
 # [Note: tensors of a local optimizer]
-# - run: 1-D. What the inner optimizer steps as one parameter. It is a view of the shard, hence the
-#   pieces themselves, and covers the few elements of padding between them.
+# - run: 1-D. A tensor that the inner optimizer steps as one parameter. It is a view of the shard,
+#   so it is the pieces themselves, with the few elements of padding between them.
 # - master: 1-D, laid out as a run, in a wider dtype and in memory of its own. Where there are
 #   masters, the inner optimizer steps these, and the pieces are their rounded values.
 # - stand-in: one element, always zero. It is stepped for parameters of which this rank has nothing,
 #   so that their state has the same names and numbers as on other ranks.
-# - A parameter that nobody sharded is stepped as it is.
+# - A parameter that is not sharded is stepped itself.
 #
 # Pieces are in one run if their bucket, settings and history are the same: an optimizer has one
-# ``step`` for each tensor, and skips those without gradient. Where gradients do not lie end to
-# end (one rank, which reduces nothing) each piece is a run: to copy them would cost more than a
-# kernel.
+# ``step`` for each tensor, and skips tensors without gradient. Where gradients are not contiguous
+# (on a single rank, which reduces nothing) each piece is a run: copying the gradients would cost
+# more than another kernel.
 
 MASTER = "master"
-"""What masters are called in the state of parameters."""
+"""Name of masters in the state of parameters."""
 
 
 @dataclass(slots=True, eq=False)
 class RunPart:
-    """Elements [start, stop) of this rank's piece of a parameter, from `at` on in a run."""
+    """Elements [start, stop) of this rank's piece of a parameter, at position `at` of a run."""
 
     param: Any
     start: int
@@ -133,12 +133,12 @@ class RunPart:
 
 @dataclass(slots=True, eq=False)
 class SteppedRun:
-    """What the inner optimizer steps as one parameter; see the note above."""
+    """A tensor that the inner optimizer steps as one parameter; see the note above."""
 
     parts: list[RunPart]  # The parameters' elements, in order.
     start: int  # Position in the shard where the run begins.
     numel: int  # Number of elements, padding between parts included.
-    # Whether it is a parameter that nobody had sharded when the run was made.
+    # Whether it is a parameter that was not sharded when the run was made.
     is_plain: bool = False
     is_stand_in: bool = False  # Whether this rank has no element of its parameters.
     values: Tensor = field(init=False)  # The pieces, a view of the shard; a plain parameter itself.
@@ -147,7 +147,7 @@ class SteppedRun:
     has_master: bool = field(init=False, default=False)  # Whether `tensor` is a master.
     # Whether it was stepped since the run was made.
     has_stepped: bool = field(init=False, default=False)
-    # Whether a master is to be made when there is a gradient.
+    # Whether a master must be made as soon as there is a gradient.
     awaits_gradient: bool = field(init=False, default=False)
     # Version of `values` when `tensor` was last written to it.
     version: int = field(init=False, default=-1)
@@ -158,9 +158,9 @@ class SteppedRun:
         return [part.param.grad for part in self.parts]
 
     def join(self, tensors: Sequence[Any], dtype: torch.dtype | None) -> Tensor:
-        """Return one tensor laid out as the run: a view where that can be, else a copy.
+        """Return one tensor laid out as the run: a view if possible, otherwise a copy.
 
-        Of each part there is a tensor, cut as its parameter is, or whole.
+        `tensors` has one tensor for each part, which is whole or is cut like the parameter.
         """
         if self.is_plain:
             plain: Tensor = tensors[0]
@@ -171,7 +171,7 @@ class SteppedRun:
             return _part_of(first, self.parts[0]).to(device, dtype)
         flat = common_flat(tensors)
         specs = ((part.param.spec, t.spec) for part, t in zip(self.parts, tensors, strict=True))
-        if flat is not None and all(  # Of the pieces, or of other buckets that are cut alike.
+        if flat is not None and all(  # It is that of the pieces, or is cut alike.
             own is other or (own.piece_range == other.piece_range and own.same_cut(other))
             for own, other in specs
         ):
@@ -184,7 +184,7 @@ class SteppedRun:
         return result
 
     def use_master(self, saved: Sequence[Any], dtype: torch.dtype) -> None:
-        """Step a master: one that was saved, or a new one."""
+        """Step a master, which is a saved one or a new one."""
         self.has_master = True
         if saved:
             self.tensor = nn.Parameter(self.join(saved, dtype))
@@ -193,7 +193,7 @@ class SteppedRun:
             self.version = torch_tensors.version_of(self.values)
 
     def refresh_master(self) -> None:
-        """Follow what others wrote to the parameters; where they did not, the master stays."""
+        """Take over what others wrote to the parameters; elsewhere the master stays."""
         if self.version != torch_tensors.version_of(self.values):
             same = self.tensor.to(self.values.dtype) == self.values
             self.tensor.copy_(torch.where(same, self.tensor, self.values.to(self.tensor.dtype)))
@@ -201,7 +201,7 @@ class SteppedRun:
 
 
 def _part_of(tensor: Any, part: RunPart) -> Tensor:
-    """Return a part's elements of a tensor that is cut as its parameter is, or whole."""
+    """Return a part's elements of a tensor that is whole or is cut like its parameter."""
     spec = part.param.spec
     if type(tensor) is not ShardedTensor:
         piece = spec.slice_full(tensor)
@@ -224,7 +224,7 @@ def plan_runs(
     codec: Codec,
     master_dtype: torch.dtype | None,
 ) -> list[SteppedRun]:
-    """Return what stands for the parameters of one group."""
+    """Return the runs that represent the parameters of one group."""
     runs: list[SteppedRun] = []
     stand_ins: dict[Hashable, SteppedRun] = {}
     histories = {param: _history(state.get(param, {})) for param in params}
@@ -257,7 +257,7 @@ def plan_runs(
 
 
 def _in_order_of_buckets(params: Iterable[Any]) -> list[Any]:
-    """Return parameters so that those of one bucket are side by side, in its order."""
+    """Return parameters sorted so that those of one bucket are adjacent, in its order."""
     buckets: dict[int, list[Any]] = {}
     for param in params:
         flat = param.flat if type(param) is ShardedTensor else None
@@ -287,7 +287,7 @@ def _check(param: Any) -> None:
 
 
 def _history(entries: Mapping[str, Any]) -> Hashable:
-    """Return what parameters of one run have in common: names of their state, and its numbers."""
+    """Return what parameters of one run share: the names in their state, and the numbers."""
     return tuple((name, _number(entries[name])) for name in sorted(entries))
 
 
@@ -299,10 +299,10 @@ def _number(value: Any) -> Hashable:
 
 
 def _ranges(param: Any, codec: Codec) -> list[tuple[int, int]]:
-    """Return the ranges of a piece that are stepped by themselves; as a rule there is one.
+    """Return the ranges of a piece that are stepped separately; usually there is one.
 
-    Blocks of coded state lie as in the whole parameter, wherever that is cut. What is left of the
-    first and the last block is apart, and not coded.
+    Blocks of encoded state are those of the whole parameter, wherever it is cut. The incomplete
+    first and last blocks of a piece are separate, and are not encoded.
     """
     start, stop = param.spec.start, param.spec.stop
     block = codec.block_numel
@@ -349,7 +349,7 @@ def _continues(
 def _make_tensor(
     run: SteppedRun, state: Mapping[Any, Mapping[str, Any]], master_dtype: torch.dtype | None
 ) -> None:
-    """Make what is stepped. Frozen parameters get no master: most never have a gradient."""
+    """Make the stepped tensor. Frozen parameters get no master: most never have a gradient."""
     params = [part.param for part in run.parts]
     first, saved = params[0], [None]
     wants_master = _wants_master(first, master_dtype)
@@ -371,41 +371,41 @@ def _make_tensor(
 
 
 class LocalOptimizer(DelegatingOptimizer):
-    """Runs an elementwise optimizer of any package on plain 1-D tensors: what this rank holds.
+    """Runs an elementwise optimizer of any package on plain 1-D tensors: this rank's pieces.
 
-    The parameter groups hold the sharded parameters, and `state` shows sharded state, so that
-    learning rate schedulers, gradient clipping, gradient scaling, and checkpoints work as with the
-    class itself; a checkpoint of one loads into the other. But the class sees neither sharded
-    tensors nor single parameters: neighbouring pieces of a bucket are one 1-D tensor where their
-    settings are the same. So it needs no operator of `ShardedTensor`, any fused or compiled kernel
-    runs, and there are few of them.
+    The parameter groups hold the sharded parameters, and `state` shows sharded state. So learning
+    rate schedulers, gradient clipping, gradient scaling and checkpoints work as with the class
+    itself, and a checkpoint of one loads into the other. But the class sees neither sharded tensors
+    nor single parameters: adjacent pieces of a bucket that have the same settings are one 1-D
+    tensor. So the class needs no operator of `ShardedTensor`, any fused or compiled kernel runs,
+    and there are few kernel calls.
 
-    **What is elementwise.** The update of an element may depend on that element of the parameter,
-    of its gradient and of its state, and on settings. Nothing tells it of a class. Those of torch
-    and other packages that are known to be otherwise are refused (Muon, Adafactor, LAMB, LARS,
-    LBFGS, ...); a class that is not known, and looks at shapes, rows or norms, trains wrongly.
+    **Which classes are elementwise.** The update of an element may depend on that element of the
+    parameter, its gradient and its state, and on settings. A class does not declare this. The
+    classes of torch and other packages that are known to be otherwise are refused (Muon, Adafactor,
+    LAMB, LARS, LBFGS, ...). An unknown class that looks at shapes, rows or norms trains wrongly.
 
-    **Coded state** (8-bit and 4-bit AdamW of torchao, 8-bit optimizers of bitsandbytes). Parameters
-    of at least 4096 elements are coded in blocks that lie as in the whole parameter, wherever the
-    mesh cuts it. At a cut less than a block stays in the parameter's dtype. `state` and files show
-    the numbers that the codes stand for, in fp32, so that they load on any number of ranks and into
-    other optimizers.
+    **Encoded state** (8-bit and 4-bit AdamW of torchao, 8-bit optimizers of bitsandbytes). The
+    state of parameters of at least 4096 elements is encoded in the blocks of the whole parameter,
+    wherever the mesh cuts it. At a cut, less than one block keeps its state in the parameter's
+    dtype. `state` and files show the decoded numbers in fp32, so they load on any number of ranks
+    and into other optimizers.
 
     Args:
         params: Parameters, named ones or groups, as for any optimizer; they may be sharded later.
             Plain parameters are stepped as they are.
-        optimizer_class: The class that steps.
-        master_dtype: Parameters of a narrower floating dtype get copies of this dtype at their
-            first gradient. These are stepped and then rounded. They are saved as
-            ``state[param]["master"]``, and follow what others write to the parameters.
+        optimizer_class: Class of the optimizer that steps.
+        master_dtype: Dtype of the copies that parameters of a narrower floating dtype get at their
+            first gradient. The copies are stepped and then rounded to the parameters. They are
+            saved as ``state[param]["master"]``, and take over what others write to the parameters.
         **defaults: Options of `optimizer_class`.
 
     Raises:
         OptimizerError: The class is known not to be elementwise. In the first step: a parameter is
             on meta or on an XLA device, or the class keeps state of another shape.
 
-    Cost: no collective. Memory: the class's state of this rank's pieces; with masters theirs, and a
-    copy of the gradients during the step. Looking at coded state takes its size in fp32.
+    Cost: no collective. Memory: the class's state of this rank's pieces; with masters, the masters
+    and a copy of the gradients during the step. Reading encoded state takes its size in fp32.
     """
 
     def __init__(
@@ -430,7 +430,7 @@ class LocalOptimizer(DelegatingOptimizer):
     def _probe(self) -> Optimizer:
         _refuse_class(self.optimizer_class)
         probe = super()._probe()
-        # Of bitsandbytes: it clips each parameter's update by its norm.
+        # An option of bitsandbytes: it clips each parameter's update by its norm.
         if getattr(getattr(probe, "args", None), "max_unorm", 0.0):
             name = type(probe).__name__
             msg = f"{name} with max_unorm cannot run on pieces of parameters: {_NORM}. {_REMEDY}"
@@ -455,7 +455,7 @@ class LocalOptimizer(DelegatingOptimizer):
         return result
 
     def _is_outdated(self) -> bool:
-        """Whether parameters were added or have other pieces, or gradients part a run."""
+        """Whether parameters were added or have other pieces, or gradients split a run."""
         if len(self._known) != len(self.param_groups):
             return True
         for group, known in zip(self.param_groups, self._known, strict=True):
@@ -471,13 +471,13 @@ class LocalOptimizer(DelegatingOptimizer):
         with writing_only([param for param in params if isinstance(param, ShardedTensor)]):
             self._bring()
             if self._is_random:
-                # In the groups, so that it is in state dicts and checkpoints.
+                # Kept in the groups, so that it is in state dicts and checkpoints.
                 number = 1 + max(group.get("num_steps", 0) for group in self.param_groups)
                 for group in self.param_groups:
                     group["num_steps"] = number
                 devices = [run.tensor.device for run in self._runs]
                 device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-                with own_random_numbers(device, number):  # The same on replicas of a shard.
+                with own_random_numbers(device, number):  # Equal on replicas of a shard.
                     torch_autograd.step_without_global_hooks(inner)
             else:
                 torch_autograd.step_without_global_hooks(inner)
@@ -504,7 +504,8 @@ class LocalOptimizer(DelegatingOptimizer):
             torch_tensors.foreach_copy(
                 [run.values for run in masters], [run.tensor for run in masters]
             )
-        # Kernels of other packages do not raise the counters, by which gathered values are stale.
+        # Kernels of other packages do not raise the version counters that mark gathered values as
+        # stale.
         params = (r.parts[0].param for r in stepped if not (r.is_stand_in or r.is_plain))
         shards = [param.local_piece if param.flat is None else param.flat for param in params]
         torch.autograd.graph.increment_version([*{id(shard): shard for shard in shards}.values()])
@@ -558,7 +559,7 @@ class LocalOptimizer(DelegatingOptimizer):
         return {**state, **rest}
 
     def _joined(self, param: Any, shown: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of a parameter out of that of its parts in several runs."""
+        """Return the state of a parameter, joined from its parts in several runs."""
         if len(shown) == 1:
             return shown[0]
         result = dict(shown[0])
@@ -593,7 +594,7 @@ class LocalOptimizer(DelegatingOptimizer):
     def _put_run(
         self, run: SteppedRun, saved: list[Any], settings: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the state of what is stepped; `saved` is that of its parts, of one history."""
+        """Return the state of a stepped tensor; `saved` is that of its parts, of one history."""
         shown: dict[str, Any] = {}
         for name, value in saved[0].items():
             if name == MASTER:
@@ -605,7 +606,7 @@ class LocalOptimizer(DelegatingOptimizer):
             else:
                 shown[name] = run.join([entries[name] for entries in saved], None)
         if not shown:
-            return {}  # There was a master only, as of SGD without momentum.
+            return {}  # Only a master, as with SGD without momentum.
         fresh = None
         if not self._codec.is_known:
             options = {key: v for key, v in settings.items() if key != "params"}
@@ -613,7 +614,7 @@ class LocalOptimizer(DelegatingOptimizer):
         return self._codec.put(shown, fresh, run.tensor)
 
     def _number(self, name: str, value: Any, run: SteppedRun, settings: Mapping[str, Any]) -> Any:
-        """Return a number as torch's optimizers want it; others say themselves."""
+        """Return a number in the form that torch's optimizers want; other classes convert it."""
         if not self._codec.is_known or name not in STATE_NUMBERS:
             return value
         value = torch.as_tensor(value)
@@ -627,9 +628,9 @@ def _piece_of(param: Any) -> Any:
 
 
 def _is_parted(run: SteppedRun) -> bool:
-    """Whether some of a run's parameters have no gradient, or theirs lie apart from the start.
+    """Whether only some of a run's parameters have gradients, or they are not contiguous at first.
 
-    Or whether its first gradient is there, and a master is to be made.
+    Also true if the run's first gradient is there, so that a master must be made.
     """
     if run.awaits_gradient and run.parts[0].param.grad is not None:
         return True
@@ -644,8 +645,8 @@ def _is_parted(run: SteppedRun) -> bool:
 
 
 def _view(value: Any, run: SteppedRun, part: RunPart) -> Any:
-    """Return a part of what is shown of a run, as its parameter is cut; numbers are copies."""
-    if is_number(value):  # Of all parts: what is written to one's must not reach the others.
+    """Return a part of a run's shown state, cut like its parameter; numbers are copies."""
+    if is_number(value):  # All parts have it; writes to one must not reach others.
         return value.clone() if isinstance(value, Tensor) else value
     if run.is_plain:
         return value

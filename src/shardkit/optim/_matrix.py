@@ -1,4 +1,4 @@
-"""`MatrixOptimizer`: whole matrices belong to ranks, each of which updates its own."""
+"""`MatrixOptimizer`: each whole matrix belongs to one rank, which updates it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 # --- state as all ranks see it --------------------------------------------------------------------
 #
-# An owner keeps what its optimizer made: tensors of any shape, numbers, lists of them. The others
-# know the form of it, and show tensors of which they have nothing. So state dicts look alike on
-# all ranks, and a checkpoint gets each tensor from its owner.
+# An owner keeps the state that its optimizer made: tensors of any shape, numbers, lists of them.
+# The other ranks know its form, and show tensors of which they hold nothing. So state dicts have
+# the same entries on all ranks, and a checkpoint gets each tensor from its owner.
 
 Entries = dict[str, Any]
 
 
 class _Form(NamedTuple):
-    """What others know of a tensor."""
+    """What other ranks know about a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,17 +55,17 @@ def _form_or_number(leaf: Any) -> Any:
 
 # --- stacks ---------------------------------------------------------------------------------------
 #
-# Of a stack of shape (..., rows, columns) the inner optimizer steps views, one for each matrix.
-# Its state is shown stacked in the same way.
+# The inner optimizer steps views of a stack of shape (..., rows, columns), one for each matrix. Its
+# state is shown as a stack of the same kind.
 
 
 def _matrices(stack: Tensor) -> Sequence[Tensor]:
-    """Return views of a stack's matrices; of one without elements none, as nothing is to step."""
+    """Return views of a stack's matrices; none for a stack without elements."""
     return stack.detach().flatten(0, -3).unbind() if stack.numel() else ()
 
 
 def _form_of_stack(entries: Sequence[Entries], lead: Sequence[int], name: str) -> Entries:
-    """Return the form of what `_stacked` makes of the state of all matrices of a parameter."""
+    """Return the form of `_stacked` for the state of all matrices of a parameter."""
     first, *others = [map_leaves(each, _form_of) for each in entries]
     for other in others:
         for key in {**first, **other}:
@@ -97,7 +97,7 @@ def _stacked(entries: Sequence[Any], lead: Sequence[int]) -> Any:
 
 
 def _of_matrix(leaf: Any, number: int, lead: int) -> Any:
-    """Return what one matrix has of stacked state; `lead` is how many dims the stack adds."""
+    """Return one matrix' part of stacked state; `lead` counts the dims of the stack."""
     if not isinstance(leaf, Tensor):
         return leaf
     return (leaf.flatten(0, lead - 1)[number] if leaf.ndim >= lead else leaf).clone()
@@ -111,16 +111,17 @@ class OwnedParams:
 
     Attributes:
         group: The group.
-        wholes: The parameters that belong to this rank, whole, by index.
-        stepped_as: Parameters that the inner optimizer steps of each: the whole, or views of it.
-        stepped: Parameters that have been stepped, on any rank: those have state.
+        wholes: Whole parameters that belong to this rank, by index.
+        stepped_as: Tensors that the inner optimizer steps for each of them: the whole, or views of
+            it.
+        stepped: Indices of parameters that have been stepped, on any rank: these have state.
     """
 
     def __init__(self, group: OwnerGroup, *, stacks: bool) -> None:
         self.group = group
         self._stacks = stacks
         self.stepped: set[int] = set()
-        # Memory of its own, with a version counter of its own, until values are brought.
+        # Separate memory with its own version counter, until values are gathered.
         self.wholes = {
             index: nn.Parameter(group.piece_of(index).new_empty(tuple(group.params[index].shape)))
             for index, owner in enumerate(group.owners)
@@ -134,23 +135,23 @@ class OwnedParams:
         }
         self._forms: dict[int, Entries] = {}
         self._copies: list[tuple[Tensor, int]] = []
-        # When the whole was made of the piece; None: never, or a step has raised since.
+        # The piece's state when the whole was made of it; None: never, or a step raised since then.
         self.marks: list[Mark | None] = [None] * len(group.params)
 
     def is_anywhere(self, here: bool) -> bool:  # noqa: FBT001 - the only argument
-        """Whether something is so on any rank. Collective: an all-reduce of one byte."""
+        """Whether `here` is true on any rank. Collective: an all-reduce of one byte."""
         flag = torch.tensor([here], dtype=torch.uint8)
         self.group.axis.all_reduce_flags(flag)
         return bool(flag.item())
 
     def agree(self, batch_nbytes: int) -> list[int]:
-        """Return the parameters that have gradients; bring their wholes up to date. Collective.
+        """Return the parameters that have gradients; update their wholes. Collective.
 
         Raises:
             RankMismatchError: A parameter has a gradient on some ranks only.
 
-        Cost: one all-reduce of 3 bytes for each parameter; and the exchange of values that others
-        have written.
+        Cost: one all-reduce of 3 bytes for each parameter, and an exchange of the values that
+        others have written.
         """
         params, number = self.group.params, len(self.group.params)
         has_grad = [param.grad is not None for param in params]
@@ -162,7 +163,7 @@ class OwnedParams:
         if mixed:
             self._raise_mixed(mixed[0], len(mixed))
         active = [index for index in range(number) if somewhere[index]]
-        # Make wholes of the pieces as they are now, where others have written them.
+        # Gather the present pieces of those parameters that others have written.
         for batch in self.group.batches([i for i in active if is_stale[i]], batch_nbytes):
             pieces = {index: self.group.piece_of(index) for index in batch}
             for index, whole in Gathering(self.group, batch, pieces, "values").finish().items():
@@ -178,13 +179,13 @@ class OwnedParams:
         return self._stacks and self.wholes[index].ndim > 2  # noqa: PLR2004 - a matrix has two
 
     def _views(self, index: int) -> Sequence[tuple[nn.Parameter, Tensor]]:
-        """Return what is stepped of a stack, each with the view of the whole that it has to be."""
+        """Return the stepped tensors of a stack, each with its view of the whole."""
         if not self._is_stack(index):
             return ()
         return list(zip(self.stepped_as[index], _matrices(self.wholes[index]), strict=True))
 
     def take_gradient(self, index: int, gradient: Tensor) -> list[nn.Parameter]:
-        """Give what the inner optimizer steps of a parameter its gradient; return that."""
+        """Set the gradients of a parameter's stepped tensors, and return these tensors."""
         steps = self.stepped_as[index]
         parts = _matrices(gradient) if self._is_stack(index) else [gradient]
         for each, part in zip(steps, parts, strict=True):
@@ -192,10 +193,10 @@ class OwnedParams:
         return steps
 
     def stepped_whole(self, index: int) -> Tensor:
-        """Return a parameter as it was stepped, contiguous.
+        """Return the stepped values of a parameter, contiguous.
 
-        What a class assigned to the data of a matrix (``p.data = p.data - update``) is copied to
-        its place in the stack.
+        If a class assigned to the data of a matrix (``p.data = p.data - update``), the new data is
+        copied to its place in the stack.
         """
         for each, view in self._views(index):
             if not each.is_set_to(view):
@@ -204,13 +205,13 @@ class OwnedParams:
         return self.wholes[index].detach().contiguous()
 
     def _is_stale(self, index: int) -> bool:
-        """Whether this rank's piece was written by others since the whole was made of it."""
+        """Whether others have written this rank's piece since the whole was made of it."""
         mark, param = self.marks[index], self.group.params[index]
         assert isinstance(param, ShardedTensor)
         return mark is None or (param.local_piece.numel() > 0 and mark.is_past(param))
 
     def _raise_mixed(self, index: int, number: int) -> None:
-        """Name the ranks on which a parameter has no gradient, though others have one."""
+        """Name the ranks on which a parameter has no gradient, although it has one on others."""
         group = self.group
         has = group.axis.exchange(group.params[index].grad is not None)
         ranks = [rank for rank, there in zip(group.axis.members, has, strict=True) if not there]
@@ -224,18 +225,18 @@ class OwnedParams:
     # --- state ---
 
     def exchange_forms(self, inner: Optimizer, reason: str | None) -> str | None:
-        """Tell the others the form of what the optimizer has here. Collective.
+        """Send the form of this rank's inner state to the other ranks. Collective.
 
-        Numbers, also in tensors without dimensions, go as they are.
+        Numbers, also those in tensors without dims, are sent themselves.
 
         Args:
             inner: The optimizer.
-            reason: Text of why another group did not; None: it did.
+            reason: Reason why another group failed to; None: none did.
 
         Returns:
-            The first reason why a rank did not, or None. The forms are those of before then.
+            The first reason why a rank failed, or None. After a failure the old forms stay.
 
-        Cost: one exchange of some hundred bytes for each parameter.
+        Cost: one exchange of a few hundred bytes for each parameter.
         """
         forms: dict[int, Entries] = {}
         try:
@@ -258,7 +259,7 @@ class OwnedParams:
         return reason
 
     def show(self, inner: Optimizer) -> State:
-        """Return the state by parameter; views of what this rank has, where they can be."""
+        """Return the state by parameter; this rank's tensors are views where possible."""
         self._copies = []
         result = {}
         for index, form in self._forms.items():
@@ -269,14 +270,14 @@ class OwnedParams:
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody wrote into copies that `show` returned."""
+        """Whether a user has written to copies that `show` returned."""
         return any(torch_tensors.version_of(copied) != version for copied, version in self._copies)
 
     def put(self, state: State, inner: Optimizer) -> None:
-        """Give an optimizer what belongs to this rank of a state by parameter. Collective.
+        """Put this rank's part of a state by parameter into an optimizer. Collective.
 
-        Cost: one all-to-all for each tensor that is sharded as its parameter; a gather for each
-        that is sharded otherwise.
+        Cost: one all-to-all for each tensor that is sharded like its parameter; a gather for each
+        one that is sharded otherwise.
         """
         given = {i: state[param] for i, param in enumerate(self.group.params) if state.get(param)}
         for index, shown in given.items():
@@ -309,7 +310,7 @@ class OwnedParams:
         return map_leaves(entries, show)
 
     def _whole(self, index: int, leaf: Any) -> Any:
-        """Return what an owner keeps of a leaf; others get something of no use."""
+        """Return a leaf of the state as its owner keeps it; other ranks get a meaningless value."""
         if not isinstance(leaf, Tensor):
             return leaf
         group, spec = self.group, self.group.spec_of(index)
@@ -329,10 +330,10 @@ class OwnedParams:
         return tuple(self.wholes[index].shape[:-2])
 
     def _entries(self, index: int, inner: Optimizer) -> list[Entries]:
-        """Return the state of all that is stepped of a parameter; empty: there is none to show."""
+        """Return the state of a parameter's stepped tensors; empty if there is none to show."""
         state: Mapping[Any, Entries] = inner.state
         entries = [state.get(each) or {} for each in self.stepped_as[index]]
-        # Before the first step of all matrices there is nothing, also where that step has raised.
+        # There is none before all matrices have been stepped, also if that step has raised.
         is_complete = all(entries) or index in self.stepped
         return entries if is_complete and any(entries) else []
 
@@ -348,7 +349,7 @@ class OwnedParams:
 
 
 class Batch:
-    """Parameters that travel together: gradients to their owners, new values back."""
+    """Parameters that are sent together: gradients to the owners, new values back."""
 
     _gradients: Gathering
     _values: Scattering
@@ -363,26 +364,26 @@ class Batch:
         self._gradients = Gathering(self._owned.group, self._indices, pieces, "gradients")
 
     def finish_gradients(self) -> list[nn.Parameter]:
-        """Return what the inner optimizer steps on this rank, with gradients."""
+        """Return the tensors that the inner optimizer steps on this rank, with gradients."""
         mine = []
         for index, gradient in self._gradients.finish().items():
             mine += self._owned.take_gradient(index, gradient)
-        del self._gradients  # And what was received.
+        del self._gradients  # This also frees the receive buffer.
         return mine
 
     def start_values(self) -> None:
-        """Send whole parameters, as they are now, to those who hold pieces of them."""
+        """Send the present whole parameters to the ranks that hold pieces of them."""
         owned = self._owned
         mine = {i: owned.stepped_whole(i) for i in self._indices if i in owned.wholes}
         self._values = Scattering(self._owned.group, self._indices, mine)
 
     def finish_values(self) -> None:
-        """Write what has come to the parameters' pieces."""
+        """Write the received values to the parameters' pieces."""
         group = self._owned.group
         params: list[Any] = [group.params[index] for index in self._indices]
         with writing_only(params):
             self._values.finish({index: group.piece_of(index) for index in self._indices})
-            # Where the whole is the piece, nobody has raised its version counter.
+            # If the piece is the whole, nothing has raised its version counter.
             here = [group.piece_of(i) for i in self._indices if group.is_whole_here(i)]
             torch.autograd.graph.increment_version(here)
         del self._values
@@ -405,36 +406,36 @@ class Batch:
 # --- the optimizer --------------------------------------------------------------------------------
 
 BATCH_BYTES = 16 << 20
-"""Of gradients that one rank gets at once: some ms of traffic, and much more of computation."""
+"""Gradients that a rank gets at once: a few ms of traffic, and much longer computation."""
 
 
 class MatrixOptimizer(DelegatingOptimizer):
-    """Steps whole parameters, each on the one rank that owns it, by any class of optimizers.
+    """Steps whole parameters, each on the one rank that owns it, with any class of optimizers.
 
-    For classes that need more of a parameter than a range of its elements: ``torch.optim.Muon``,
-    ``torch.optim.Adafactor``, Shampoo, SOAP. In each step gradients go straight to the owners, and
-    new values come back. Nothing is computed twice, and the result is that of `optimizer_class` on
-    whole parameters.
+    It is for classes that need more of a parameter than a range of its elements:
+    ``torch.optim.Muon``, ``torch.optim.Adafactor``, Shampoo, SOAP. In each step gradients go
+    straight to the owners, and new values come back. Nothing is computed twice, and the result is
+    the same as that of `optimizer_class` on whole parameters.
 
-    Parameters belong to ranks of all axes of their mesh, spread by `cost`. An owner keeps a whole
-    copy of its own. If somebody else writes a parameter (`load_state_dict`, weights of an EMA), its
-    whole is made anew at the next step. Writes that torch does not count in a tensor's version
-    (``to_local().data``, NumPy) are not noticed. Parameters that are not sharded are stepped on
-    every rank.
+    The owners are ranks of all axes of a parameter's mesh; the work is balanced by `cost`. An owner
+    keeps a whole copy of its parameters. If other code writes a parameter (`load_state_dict`,
+    weights of an EMA), its whole is gathered again at the next step. Writes that torch does not
+    count in a tensor's version (``to_local().data``, NumPy) are not noticed. Parameters that are
+    not sharded are stepped on every rank.
 
-    Gradients of other batches travel while one batch is computed. The inner optimizer's ``step`` is
-    called for each batch. What it counts in parameter groups counts once; what it counts in
-    attributes of its own, once for each batch.
+    Gradients of other batches are sent while one batch is computed. The inner optimizer's ``step``
+    is called for each batch. A counter in its parameter groups counts once per step; a counter in
+    an attribute counts once per batch.
 
-    `state` and `state_dict` show the state as `ShardedTensor`, of which owners have all. Call
-    `state_dict` and `load_state_dict` on all ranks. Between steps, `state` on ranks that do not own
-    a parameter shows numbers of the last `state_dict`, or of the first step.
+    `state` and `state_dict` show the state as `ShardedTensor`, of which the owner holds everything.
+    Call `state_dict` and `load_state_dict` on all ranks. Between steps, if a rank does not own
+    a parameter, the numbers in its `state` are those of the last `state_dict` or of the first step.
 
-    Cost, for each step, N ranks and P elements: an all-to-all for each batch there, and one back.
-    A rank sends ``P/N`` elements of gradients times ``(N-1)/N``, and as many values. With R
-    replicas of S ranks it sends ``P/(RS) (S-1)/S`` and ``P/S (RS-1)/(RS)``. Besides, one all-reduce
-    of 3 bytes for each parameter, and one of 1 byte. Memory: ``P/N`` elements for the wholes, the
-    state of ``P/N``, and about three times `batch_bytes` in a step.
+    Cost of each step, with N ranks and P elements: for each batch one all-to-all of gradients, and
+    one of values. A rank sends ``P/N`` elements of gradients times ``(N-1)/N``, and as many values.
+    With R replicas of S ranks it sends ``P/(RS) (S-1)/S`` and ``P/S (RS-1)/(RS)``. In addition, one
+    all-reduce of 3 bytes for each parameter, and one of 1 byte. Memory: ``P/N`` elements for the
+    wholes, the state of ``P/N``, and about three times `batch_bytes` in a step.
     """
 
     def __init__(
@@ -450,24 +451,24 @@ class MatrixOptimizer(DelegatingOptimizer):
         """Take parameters of a model that is sharded, or will be before the first step.
 
         Args:
-            params: Parameters, named ones, or groups, as for any optimizer. The same, in the same
-                order, on all ranks.
-            optimizer_class: The class that steps whole parameters, of any shape and dtype that it
-                takes.
+            params: Parameters, named ones, or groups, as for any optimizer; the same ones, in the
+                same order, on all ranks.
+            optimizer_class: Class that steps whole parameters, of any shape and dtype that it
+                supports.
             cost: Function that returns the cost of a parameter by its global shape, in any unit;
                 equal on all ranks. None: the multiplications of its Gram matrix.
-            batch_bytes: Bytes of gradients that a rank gets at once, about.
+            batch_bytes: Approximate number of bytes of gradients that a rank gets at once.
             stacks: Whether parameters of more than two dims are stacks of matrices, such as
-                experts, of which `optimizer_class` steps each matrix by itself. Their state is
-                shown stacked: it must be alike for all of them. Stacks without elements are not
-                stepped. Otherwise it gets them as they are.
+                experts. Then `optimizer_class` steps each matrix separately. The state is shown
+                stacked, so it must have the same form for all matrices of a stack. Stacks without
+                elements are not stepped. Otherwise the class gets such parameters unchanged.
             **defaults: Options of `optimizer_class`.
 
         Raises:
-            OptimizerError: It is no class of optimizers, or `batch_bytes` is below 1. At the first
-                step: parameters on XLA devices, ranks with different parameters, or stacks that
-                are not sharded.
-            Exception: What `optimizer_class` raises of parameters of these shapes.
+            OptimizerError: `optimizer_class` is no class of optimizers, or `batch_bytes` is below
+                1. At the first step: parameters are on XLA devices, ranks have different
+                parameters, or stacks are not sharded.
+            Exception: Any error of `optimizer_class` about parameters of these shapes.
         """
         if batch_bytes < 1:
             msg = (
@@ -492,7 +493,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         """Add a parameter group.
 
         Raises:
-            Exception: What the class raises of parameters of these shapes.
+            Exception: Any error of the class about parameters of these shapes.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -519,14 +520,14 @@ class MatrixOptimizer(DelegatingOptimizer):
 
     @property
     def loads(self) -> dict[int, float]:
-        """What each rank has to do in a step, in units of `cost`; empty before the first step."""
+        """The work of each rank in a step, in units of `cost`; empty before the first step."""
         return dict(self._loads)
 
     def owner_of(self, param: nn.Parameter) -> int | None:
-        """Return the global rank that a parameter belongs to; None: each rank steps it.
+        """Return the global rank that owns a parameter; None: each rank steps it.
 
         Raises:
-            OptimizerError: It is not one of this optimizer's, or there was no step yet.
+            OptimizerError: It is no parameter of this optimizer, or there was no step yet.
         """
         for owned in self._owned:
             for index, own in enumerate(owned.group.params):
@@ -564,7 +565,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         ]
 
     def _give_out(self) -> None:
-        """Give each parameter to a rank. Collective."""
+        """Assign each parameter to a rank. Collective."""
         params = [param for group in self.param_groups for param in group["params"]]
         sharded: list[Any] = [param for param in params if isinstance(param, ShardedTensor)]
         self._plain = [param for param in params if not isinstance(param, ShardedTensor)]
@@ -587,14 +588,14 @@ class MatrixOptimizer(DelegatingOptimizer):
 
     def _prepare(self) -> Optimizer:
         if self.inner is not None and self._is_outdated() and not self._is_state_written():
-            self._learn_numbers()  # Who owns a parameter from now on must not begin with old ones.
+            self._learn_numbers()  # New owners must not begin with old numbers.
         return super()._prepare()
 
     def _run(self, inner: Optimizer) -> None:
         try:
             self._step_all(inner)
         except BaseException as error:
-            current_watchdog().note_error(error)  # Others wait for what this rank does not send.
+            current_watchdog().note_error(error)  # Other ranks wait for this one's values.
             for owned in self._owned:  # The wholes may be ahead of the pieces.
                 owned.marks = [None] * len(owned.marks)
             raise
@@ -614,11 +615,11 @@ class MatrixOptimizer(DelegatingOptimizer):
             if number == 0:
                 batch.start_gradients()
             if number + 1 < len(batches):
-                batches[number + 1].start_gradients()  # They travel while this one is computed.
+                batches[number + 1].start_gradients()  # Sent while this one is computed.
             mine = batch.finish_gradients()
             if number == 0:
                 _step_some(inner, [*self._plain, *mine])
-            elif mine:  # Begin with the same settings: what a class counts there counts once.
+            elif mine:  # The same settings, so that a counter in them counts once.
                 self._send_settings(inner)
                 _step_some(inner, mine, before)
             for whole in mine:
@@ -633,7 +634,7 @@ class MatrixOptimizer(DelegatingOptimizer):
     def _note_stepped(
         self, inner: Optimizer, active: Sequence[tuple[OwnedParams, list[int]]]
     ) -> None:
-        """Tell the others the form of state that the step has made."""
+        """Send the form of the state that the step has made to the other ranks."""
         made = [owned for owned, indices in active if not owned.stepped.issuperset(indices)]
         for owned, indices in active:
             owned.stepped.update(indices)
@@ -673,25 +674,25 @@ class MatrixOptimizer(DelegatingOptimizer):
         return any(owned.is_written for owned in self._owned)
 
     def _is_state_written(self) -> bool:
-        """Whether somebody wrote to `state` on any rank: copies are the owner's alone."""
+        """Whether a user wrote to `state` on any rank, since only the owner has copies."""
         is_written = super()._is_state_written()
         for owned in self._owned:
             is_written = owned.is_anywhere(is_written)
         return is_written
 
     def _learn_numbers(self) -> None:
-        """Make what this rank shows of others' state that of the last step. Collective."""
+        """Update the numbers that this rank shows of others' state to the last step. Collective."""
         assert self.inner is not None
         _exchange_forms(self._owned, self.inner)
         self._shown = self._as_shown = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, each tensor sharded so that its owner has all. Call it on all ranks.
+        """Return the state; each tensor's owner holds all of it. Call it on all ranks.
 
         Raises:
             OptimizerError: On all ranks: matrices of a stack have state of different forms.
 
-        Cost: one exchange of some hundred bytes for each parameter.
+        Cost: one exchange of a few hundred bytes for each parameter.
         """
         if self.inner is not None and not self._is_state_written():
             self._learn_numbers()
@@ -699,13 +700,13 @@ class MatrixOptimizer(DelegatingOptimizer):
 
 
 def _exchange_forms(groups: Sequence[OwnedParams], inner: Optimizer) -> None:
-    """Tell other ranks the form of state of some groups. Collective.
+    """Send the form of the state of some groups to the other ranks. Collective.
 
     Raises:
         OptimizerError: On all ranks of these groups: one of them cannot show its state.
     """
     reason: str | None = None
-    for owned in reversed(groups):  # Those inside of others first: so all of the others hear of it.
+    for owned in reversed(groups):  # Inner groups first, so that the outer ones hear of it.
         reason = owned.exchange_forms(inner, reason)
     if reason is not None:
         raise OptimizerError(reason)
@@ -716,7 +717,7 @@ def _step_some(
     tensors: Sequence[nn.Parameter],
     settings: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
-    """Have an optimizer step some of its tensors, maybe none, with (setting, its value)."""
+    """Have an optimizer step some of its tensors, maybe none, after `settings` have been set."""
     for setting, value in settings:
         setting.copy_(value)
     chosen = {id(tensor) for tensor in tensors}

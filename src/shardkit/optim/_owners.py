@@ -1,6 +1,6 @@
-"""An owner group: the ranks of one mesh, and the matrices that they give out among themselves.
+"""An owner group: the ranks of one mesh, and the matrices that are assigned to them.
 
-Who owns which matrix is balanced by cost, without communication.
+The owners are balanced by cost, without communication.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ if TYPE_CHECKING:
 
 # --- who owns which matrix ------------------------------------------------------------------------
 #
-# Pure integer arithmetic, equal on every rank; no torch. Matrices are given out by their cost,
-# the dearest first, each to the rank with the least to do so far (Graham 1969: at most 4/3 of the
-# best)::
+# Pure integer arithmetic, equal on every rank; no torch. Matrices are assigned by their cost, the
+# most expensive first, each to the rank with the least work so far (Graham 1969: at most 4/3 of the
+# optimum)::
 #
 #     cost        9  7  6  5  4  4        rank 0   9      4      = 13
 #                                         rank 1   7  5          = 12
 #                                         rank 2   6      4      = 10
 
 _ELEMENTWISE = 64
-"""What reading and writing an element costs, in multiplications: what a vector costs at all."""
+"""Cost of reading and writing an element, in multiplications: all that a vector costs."""
 
 
 def owned_layout(shape: Sequence[int], owner: int, world_size: int) -> FlatLayout:
-    """Return the layout of one tensor of which `owner` has all and others have nothing.
+    """Return the layout of one tensor of which `owner` holds all elements, and others hold none.
 
-    It is a `FlatLayout` whose cuts lie before and behind the tensor, so all that knows layouts
-    knows this one.
+    It is a `FlatLayout` whose cuts lie before and behind the tensor, so all code for layouts works
+    with it.
     """
     numel = math.prod(shape)
     return FlatLayout.of_one(shape, (owner * numel, numel, numel, world_size))
 
 
 def matrix_cost(shape: Sequence[int]) -> int:
-    """Return what the update of a parameter costs where nobody says it: multiplications.
+    """Return the default cost of updating a parameter, in multiplications.
 
-    Of a matrix those of its Gram matrix, on the shorter side: what Muon, Shampoo and SOAP repeat
-    some times. Of several matrices, stacked, those of all. What has fewer dimensions costs its
-    elements.
+    The cost of a matrix is that of its Gram matrix on the shorter side, which Muon, Shampoo and
+    SOAP compute several times. The cost of a stack is the sum over its matrices. The cost of a
+    parameter with fewer dims is proportional to its elements.
     """
     numel = math.prod(shape)
     shorter = min(shape[-2:]) if len(shape) > 1 else 0
@@ -71,7 +71,7 @@ def matrix_cost(shape: Sequence[int]) -> int:
 def assign_owners(
     costs: Sequence[float], num_ranks: int, loads: Sequence[float] | None = None
 ) -> list[int]:
-    """Return which rank each matrix belongs to.
+    """Return the rank to which each matrix belongs.
 
     Cost: O(M log(M N)) for M matrices on N ranks.
     """
@@ -81,13 +81,14 @@ def assign_owners(
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, count, rank = free[0]
         owners[index] = rank
-        # Of equal loads the rank with fewer matrices: those that cost nothing are spread, too.
+        # At equal loads, the rank with fewer matrices comes first: matrices of cost 0 are spread,
+        # too.
         heapq.heapreplace(free, (load + costs[index], count + 1, rank))
     return owners
 
 
 def loads_of(costs: Sequence[float], owners: Sequence[int], num_ranks: int) -> list[float]:
-    """Return what each rank has to do."""
+    """Return the work of each rank."""
     loads: list[float] = [0] * num_ranks
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
@@ -100,10 +101,10 @@ def plan_batches(
     owners: Sequence[int],
     batch_nbytes: int,
 ) -> list[list[int]]:
-    """Return the matrices of each batch, so that each rank has as much to do in one as in another.
+    """Return the matrices of each batch, with each rank's work spread evenly over the batches.
 
-    Of a batch one rank owns about `batch_nbytes`; a larger matrix travels alone. Indices rise in
-    each batch, and no batch is empty.
+    In one batch, a rank owns about `batch_nbytes`; a larger matrix is sent alone. Indices are
+    ascending in each batch, and no batch is empty.
     """
     by_owner: dict[int, list[int]] = {}
     for index, owner in enumerate(owners):
@@ -117,7 +118,7 @@ def plan_batches(
         weights = [max(costs[i], 1) for i in indices]
         ends = list(itertools.accumulate(weights))
         for index, weight, end in zip(indices, weights, ends, strict=True):
-            # By the middle of its place among the rank's costs.
+            # The middle of its interval in the rank's accumulated costs decides.
             place = int((end - weight / 2) * number / ends[-1])
             batches[min(place, number - 1)].append(index)
     return [sorted(batch) for batch in batches if batch]
@@ -125,10 +126,10 @@ def plan_batches(
 
 # --- what is sent to owners, and back -------------------------------------------------------------
 #
-# Pure integer arithmetic; no torch. Ranks are places among the `members` of a mesh, of all its
-# axes. A member holds a range of each matrix, or of the part that tensor parallelism left on it.
-# Members that hold one matrix together are a *replica* of it. Gradients go to a matrix' owner
-# from the members of its own replica; new values go from the owner to all members::
+# Pure integer arithmetic; no torch. Members are the ranks of a mesh, of all its axes; a number is
+# the place in this list. A member holds a range of each matrix, or of the part that tensor
+# parallelism left on it. Members that together hold one matrix are a *replica* of it. The members
+# of the owner's replica send gradients to the owner; the owner sends new values to all members::
 #
 #     2 replicas of 2 members, one matrix, owned by member 1
 #
@@ -139,39 +140,39 @@ def plan_batches(
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """What a member holds of a matrix that tensor parallelism splits."""
+    """A member's range of a matrix that tensor parallelism splits."""
 
-    start: int  # First element that it holds of its flattened part.
-    stop: int  # End of its elements.
+    start: int  # First element of its range in its flattened part.
+    stop: int  # End of its range.
     shape: tuple[int, ...]  # Shape of the part.
-    offsets: tuple[int, ...]  # The place where the part begins in the whole, per dimension.
+    offsets: tuple[int, ...]  # Start of the part in the whole, for each dim.
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Who holds what of one matrix."""
+    """The members that hold one matrix, with the range of each."""
 
-    shape: tuple[int, ...]  # Shape of the whole.
+    shape: tuple[int, ...]  # Shape of the whole matrix.
     replicas: tuple[int, ...]  # The number of each member's replica.
     layout: FlatLayout  # The cut of each replica; not used where there are `parts`.
     index: int  # Position of the matrix in the layout.
-    places: tuple[int, ...]  # Place of each member among those of the layout.
+    places: tuple[int, ...]  # Number of each member's shard in the layout.
     # The part that each member holds; None: nothing but the layout cuts the matrix.
     parts: tuple[HeldPart, ...] | None = None
 
     def range_of(self, member: int) -> tuple[int, int]:
-        """Return [start, stop) of what a member holds, of the flattened whole or of its part."""
+        """Return [start, stop) of a member's elements, in the flattened whole or in its part."""
         if self.parts is not None:
             return self.parts[member].start, self.parts[member].stop
         return self.layout.owned_range(self.index, self.places[member])
 
     def numel_of(self, member: int) -> int:
-        """Return how many elements a member holds."""
+        """Return the number of elements that a member holds."""
         start, stop = self.range_of(member)
         return stop - start
 
     def boxes_of(self, member: int) -> tuple[tuple[int, ...], list[Box]]:
-        """Return what a member holds as boxes of the whole, viewed with a shape: (shape, boxes)."""
+        """Return (shape, boxes): a member's boxes of the whole, viewed in that shape."""
         start, stop = self.range_of(member)
         if self.parts is None:
             numel = self.layout.numels[self.index]
@@ -181,7 +182,7 @@ class Spread:
 
 
 class Traffic(NamedTuple):
-    """Which matrices a member sends to each other one, and gets from each, in one order."""
+    """The matrices that a member sends to each other one and gets from each, in one order."""
 
     sends: tuple[tuple[int, ...], ...]
     gets: tuple[tuple[int, ...], ...]
@@ -195,17 +196,17 @@ def plan_traffic(
     *,
     of_values: bool,
 ) -> Traffic:
-    """Return what `me` exchanges so that owners have whole gradients, or all have their values.
+    """Return the exchange of `me` that gives owners whole gradients, or all members new values.
 
-    What a member holds of its own matrices does not travel.
+    A member's own part of the matrices that it owns is not sent.
 
     Args:
         spreads: The spread of every matrix.
         owners: The owner of every matrix.
         indices: The matrices of this exchange, in the same order on all members.
         me: This member.
-        of_values: Whether values go from owners to all members. Else gradients go to owners, from
-            the members of their replica.
+        of_values: Whether owners send values to all members. Otherwise the members of the owner's
+            replica send gradients to the owner.
     """
     num_members = len(spreads[0].replicas) if spreads else 0
     mine: list[list[int]] = [[] for _ in range(num_members)]
@@ -224,16 +225,16 @@ def plan_traffic(
 #
 # [Note: buffers of an exchange]
 # - pieces: 1-D, one per parameter and rank; views of shards or of sharded gradients.
-# - send buffer: bytes: what each member gets, member by member; packed when the exchange starts.
-# - receive buffer: bytes: what each member sends; unpacked when it ends.
+# - send buffer: bytes for each member, in order of members; packed when the exchange starts.
+# - receive buffer: bytes from each member; unpacked when the exchange ends.
 # - whole: the parameter's shape, at its owner.
 # Both buffers live from start to end of an exchange. Their elements have one dtype.
 
 
 class Gathering:
-    """Pieces of parameters (values, gradients, state) that become whole ones at their owners.
+    """Pieces of parameters (values, gradients, state) that are joined to whole ones at the owners.
 
-    Cost: one all-to-all: this rank sends its pieces once, to the owners in its replica.
+    Cost: one all-to-all; this rank sends its pieces once, to the owners in its replica.
     """
 
     def __init__(
@@ -251,9 +252,9 @@ class Gathering:
         self._exchange = _Exchange(group, pieces[indices[0]], indices, send, gets, of)
 
     def finish(self) -> dict[int, Tensor]:
-        """Return the whole tensors of what belongs to this rank.
+        """Return this rank's matrices as whole tensors.
 
-        Where its piece is all there is, the piece itself, viewed; else memory of their own.
+        If the piece is the whole, it is a view of the piece; otherwise it has memory of its own.
         """
         group, wholes = self._group, {}
         segments: list[tuple[int, int, Tensor]] = []
@@ -278,9 +279,9 @@ class Gathering:
 
 
 class Scattering:
-    """Whole parameters at their owners, of which every member gets its piece.
+    """Whole parameters at their owners, of which every member receives its piece.
 
-    Cost: one all-to-all: each rank receives its pieces once.
+    Cost: one all-to-all; each rank receives its pieces once.
     """
 
     def __init__(
@@ -312,14 +313,14 @@ class Scattering:
             for index in self._wholes
             for view, part in boxes_in(group, index, group.me, self._wholes[index])
         ]
-        # Where addresses are equal, the whole is the piece.
+        # If the addresses are equal, the whole is the piece.
         copies = [(target, view) for target, view in own if target.data_ptr() != view.data_ptr()]
         copies += [(pieces[index], segment) for _, index, segment in self._exchange.received()]
         _copy_all(copies)
 
 
 def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy sources to targets: (target, source)."""
+    """Copy from source to target, for each pair (target, source)."""
     if copies:
         torch_tensors.foreach_copy(
             [target for target, _ in copies], [source for _, source in copies]
@@ -327,7 +328,7 @@ def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 class _Exchange:
-    """One all-to-all; where a rank is alone, none."""
+    """One all-to-all; none if this rank is the only member."""
 
     def __init__(
         self,
@@ -354,7 +355,7 @@ class _Exchange:
         )
 
     def received(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Wait; yield the member, the parameter and the elements of all that has come."""
+        """Wait; yield the member, the parameter and the elements of all that was received."""
         if not self._gets:
             return
         self._handle.wait()
@@ -368,7 +369,7 @@ class _Exchange:
 def boxes_in(
     group: OwnerGroup, index: int, member: int, whole: Tensor
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Yield views of a whole that make up a member's piece, and where each lies in the piece."""
+    """Yield the views of a whole that form a member's piece, each with its range in the piece."""
     shape, boxes = group.spreads[index].boxes_of(member)
     if not boxes:
         return
@@ -386,14 +387,14 @@ def boxes_in(
 
 @dataclass(eq=False)
 class OwnerGroup:
-    """Members, and which of the parameters belongs to which of them."""
+    """Members, and the member to which each parameter belongs."""
 
     axis: PeerAxis  # Communicator of all members.
     params: list[nn.Parameter]  # The users' parameters, in the order of their groups.
     spreads: list[Spread]  # The holders of each parameter's elements.
     costs: list[float]  # Cost of each parameter.
     owners: list[int]  # Member to which each parameter belongs.
-    # One axis of all members: what belongs to members is a `ShardedTensor` over it.
+    # One axis of all members; state that belongs to a member is a `ShardedTensor` over it.
     mesh: DeviceMesh
     _traffic: dict[Any, Traffic] = field(default_factory=dict)
 
@@ -419,7 +420,7 @@ class OwnerGroup:
         return self.spreads[index].numel_of(self.me) == self.params[index].numel()
 
     def batches(self, indices: Sequence[int], batch_nbytes: int) -> list[list[int]]:
-        """Return parameters in batches; those of one have one dtype."""
+        """Return batches of parameters, each of one dtype."""
         result = []
         for dtype in dict.fromkeys(self.params[index].dtype for index in indices):
             alike = [index for index in indices if self.params[index].dtype == dtype]
@@ -443,7 +444,7 @@ class OwnerGroup:
         return self._traffic[key]
 
     def owned_spec(self, index: int, shape: Sequence[int]) -> ShardSpec:
-        """Return the spec of state that belongs to the owner of a parameter, of any shape."""
+        """Return the spec of state of any shape that belongs to the owner of a parameter."""
         layout = owned_layout(shape, self.owners[index], self.axis.size)
         of_param = self.spec_of(index)
         return ShardSpec(
@@ -459,21 +460,22 @@ class OwnerGroup:
 def make_owner_groups(
     params: Sequence[ShardedTensor], cost: Cost, about: str
 ) -> tuple[list[OwnerGroup], list[float]]:
-    """Give out parameters among the ranks of their meshes.
+    """Assign parameters to the ranks of their meshes.
 
-    Parameters on the same ranks make a group. Groups that lie inside of others come after them, and
-    go on with the loads that those left.
+    Parameters on the same ranks form a group. A group whose ranks lie inside of another group comes
+    after it, and starts with the loads from that group.
 
     Args:
-        params: Parameters in one order on all ranks.
-        cost: Function that returns the cost of a parameter of a shape.
-        about: Text that the ranks must agree on besides.
+        params: Parameters, in the same order on all ranks.
+        cost: Function that returns the cost of a parameter by its shape.
+        about: Text on which the ranks must also agree.
 
     Returns:
-        The groups, in one order on all ranks, and what each rank of the largest one has to do.
+        The groups, in the same order on all ranks, and the work of each rank of the largest group.
 
     Raises:
-        OptimizerError: Operators are traced, or ranks have different parameters or settings.
+        OptimizerError: Parameters are on XLA devices, or ranks have different parameters or
+            settings.
 
     Cost: one exchange for each group.
     """
@@ -531,7 +533,7 @@ def _make_owner_group(
 
 
 def _joint_axis(mesh: DeviceMesh) -> PeerAxis:
-    """Return the communicator of all ranks of a mesh: that of its one axis, if it has one."""
+    """Return the communicator of all ranks of a mesh: that of its only axis, or a joint one."""
     axes = [mesh.backend.axis(index) for index in range(mesh.ndim)]
     wide = [axis for axis in axes if axis.size > 1]
     axis: PeerAxis = mesh.backend.joint_axis(mesh.ranks) if len(wide) > 1 else (wide or axes)[0]
@@ -539,7 +541,7 @@ def _joint_axis(mesh: DeviceMesh) -> PeerAxis:
 
 
 def _agree(axis: PeerAxis, facts: list[tuple[Any, ...]]) -> None:
-    """Raise on all members if they would give out different parameters."""
+    """Raise on all members if their parameters or settings differ."""
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     if len(set(axis.exchange(digest))) == 1:
         return
@@ -559,13 +561,13 @@ def _agree(axis: PeerAxis, facts: list[tuple[Any, ...]]) -> None:
 
 
 def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart] | None) -> Spread:
-    """Return who of the members holds what of a parameter."""
+    """Return the members' ranges of a parameter."""
     mesh, placements = spec.mesh, spec.placements
     inner = 0 if spec.tensor_parallel is None else len(spec.tensor_parallel.placements)
     shard_dim = mesh.ndim - inner - 1
     on_mesh = dict(zip(mesh.ranks, itertools.product(*map(range, mesh.shape)), strict=True))
     coordinates = [on_mesh[rank] for rank in members]
-    # Those of tensor parallelism are torch's.
+    # The placements of tensor parallelism are torch's.
     copied = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
     numbers: dict[tuple[int, ...], int] = {}
     replicas = [
@@ -585,7 +587,7 @@ def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart
 def _places_on_axis(
     members: Sequence[int], coordinates: Sequence[tuple[int, ...]], dim: int
 ) -> list[int]:
-    """Return each member's place in its process group along an axis: those are in rank order."""
+    """Return each member's place in its process group along an axis; groups are in rank order."""
     lines: dict[tuple[int, ...], list[int]] = {}
     along = [(*place[:dim], *place[dim + 1 :]) for place in coordinates]
     for line, rank in sorted(zip(along, members, strict=True)):

@@ -1,4 +1,4 @@
-"""Foreseeing a run: what it holds and what it sends, before anything is launched."""
+"""Predicting a run: the memory and the traffic of a rank, before anything is launched."""
 
 from shardkit.planning._api import plan
 from shardkit.planning._plan import Advice, Choice, Instant, OwnedMemory, RunPlan, SentTotal

@@ -1,4 +1,4 @@
-"""What to change where a run does not fit or could be faster: each is tried by a dry run."""
+"""Changes to a run that does not fit or could be faster; each is tried in a dry run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardkit.planning._profile import HardwareProfile
 
 Change = Callable[[Run], Run | None]
-"""Returns a run that is changed; None: there is nothing to change."""
+"""Function that returns a changed run; None: there is nothing to change."""
 
 
 def _recompute(run: Run) -> Run | None:
@@ -64,9 +64,9 @@ _CHANGES: tuple[tuple[str, str, Change], ...] = (
 
 
 def advise(run: Run, budget_nbytes: int) -> tuple[Advice, ...]:
-    """Try changes in the order of their costs, each alone; all together if none is enough.
+    """Try changes from the cheapest on, each alone; all together if none is enough.
 
-    Changes that the model does not allow are left out.
+    Changes that are impossible for the model are left out.
     """
     found: list[Advice] = []
     together = run
@@ -85,7 +85,7 @@ def advise(run: Run, budget_nbytes: int) -> tuple[Advice, ...]:
 
 
 def _peak(run: Run) -> int | None:
-    """Return the most bytes of a run; None: it cannot be, whatever the user's code raises."""
+    """Return the peak memory of a run; None if the run fails, with whatever error."""
     with contextlib.suppress(Exception):
         return dry_run(run).peak_nbytes
     return None
@@ -100,14 +100,14 @@ def _with_options(run: Run, **options: Any) -> Run:
 _NUM_CHOICES = 3
 _NUM_MESHES = 5
 _GROUP_PARTS = (4, 16)
-"""Groups of so many parts of the model are tried, beside what the user has chosen."""
+"""Sizes of groups that are tried beside the user's choice, as fractions of the model."""
 
 
 def choose_among(run: Run, budget_nbytes: int, profile: HardwareProfile) -> tuple[Choice, ...]:
-    """Return the fastest ways to shard that fit; none: nothing that was tried fits.
+    """Return the fastest ways to shard that fit; empty if nothing that was tried fits.
 
-    One thing after the other is changed: the mesh, what is resharded, the groups, recompute,
-    offload. Of each the best is kept for those that follow, until all have been tried.
+    It changes one thing after the other: the mesh, resharding, the groups, recompute, offload.
+    After each of them, the best run so far is the basis for the next one.
     """
     first = _tried(run, (), profile, None)
     tried = [] if first is None else [(run, first)]
@@ -116,7 +116,7 @@ def choose_among(run: Run, budget_nbytes: int, profile: HardwareProfile) -> tupl
         for change, variant in variants(best):
             if (choice := _tried(variant, (*changes, change), profile, first)) is not None:
                 tried.append((variant, choice))
-        if tried:  # What fits is judged by its time, the others by their size.
+        if tried:  # Runs that fit compare by time, others by size.
             best, choice = min(
                 tried,
                 key=lambda each: (max(each[1].peak_nbytes - budget_nbytes, 0), each[1].seconds),
@@ -129,7 +129,7 @@ def choose_among(run: Run, budget_nbytes: int, profile: HardwareProfile) -> tupl
 def _tried(
     run: Run, changes: tuple[str, ...], profile: HardwareProfile, first: Choice | None
 ) -> Choice | None:
-    """Return what a run comes to; None: it cannot be, whatever the user's code raises."""
+    """Return the time and memory of a run; None if the run fails, with whatever error."""
     with contextlib.suppress(Exception):
         seen = dry_run(run, is_timed=True)
         time, peak = time_of(run, seen, profile), seen.peak_nbytes

@@ -1,4 +1,4 @@
-"""`plan`: memory and traffic of a run, before it is launched."""
+"""`plan`: the memory and traffic of a run, before it is launched."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     choose: bool = False,
     **options: Any,
 ) -> RunPlan:
-    """Say what a rank will hold and send in a step, without computing or sending anything.
+    """Predict what a rank holds and sends in a step, without computing or sending anything.
 
         with torch.device("meta"):
             model = Model()
@@ -52,47 +52,48 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         print(shardkit.plan(model, tokens, mesh=(512, 8), policy={Block}, budget=80 * 2**30))
 
     Two steps of one rank run on meta tensors, through the real hooks and the real schedule, with a
-    process group of torch's that does nothing. Every storage is counted while it exists. The second
-    step is reported, in which gradients and the optimizer's state are there. It is what a plain
-    loop makes: the last output and loss live until the next ones are there.
+    process group of torch that does nothing. Every storage is counted while it exists. The report
+    is about the second step, in which gradients and the optimizer's state exist. It is the step of
+    a plain loop: the last output and loss live until the next ones exist.
 
-    Counted are tensors. What is not: memory of the driver and of collective libraries, pieces that
-    the caching allocator cannot use, and scratch memory inside of kernels, but for products of 16
-    bits on the CPU.
+    Only tensors are counted. Not counted are memory of the driver and of collective libraries,
+    memory that the caching allocator cannot use, and scratch memory inside of kernels, except for
+    16-bit products on the CPU.
 
     Args:
-        model: Model that is not sharded. It stays as it is: a copy on meta is sharded.
+        model: Model that is not sharded. It does not change: a copy on meta is sharded.
         batch: One micro-batch of a rank: a tensor, positional arguments, or a dict of arguments.
             Only shapes and dtypes count.
         mesh: Number of ranks, or size of each axis, (replicate, shard).
-        device: Type of the devices: ``"cpu"``, where ranks are gloo's, or an accelerator, where
-            they are as with NCCL.
+        device: Type of the devices: ``"cpu"``, where ranks use gloo, or an accelerator, where they
+            behave as with NCCL.
         rank: Number of the rank.
         optimizer: Name (``"adamw"``, ``"adam"``, ``"sgd"``, ``"none"``), or a function of the
             parameters that returns one.
         loss: Function of the model's output that returns the loss. None: the output's ``loss``, or
             the sum of its first tensor that requires a gradient.
-        recompute: Whether repeated blocks compute their activations again in backward, or options
-            of `checkpoint_activations`.
-        accumulate: Number of micro-batches of a step, of which the last one syncs.
+        recompute: Whether backward recomputes the activations of repeated blocks; or options of
+            `checkpoint_activations`.
+        accumulate: Number of micro-batches in a step; the last one syncs.
         shard: Function of model and mesh that calls `fully_shard` itself, without `options`.
-        budget: Bytes that a device may hold. If it does not fit, changes are tried.
+        budget: Bytes that a device may hold. If the run does not fit, changes are tried.
         hardware: Name of a profile (``"a100"``, ``"cpu"``, ``"h100"``, ``"h200"``, ``"mi300x"``,
-            ``"tpu-v5p"``), or the path of one, for the time of a step. Where `device` is
-            ``"cpu"`` it is a profile of that.
-        choose: Whether other meshes, groups, recompute and offload are tried, and the fastest that
-            fit are named. Needs `hardware`. Without `budget` a device holds what its profile says.
+            ``"tpu-v5p"``), or the path of one, to predict the time of a step. With device ``"cpu"``
+            it must be a profile of a CPU.
+        choose: Whether to try other meshes, groups, recompute and offload, and to name the fastest
+            runs that fit. Needs `hardware`. Without `budget`, the memory in the profile is the
+            limit.
         **options: Options of `auto_shard`: `policy`, `strategy`, `mp_policy`, ...
 
     Raises:
-        ConfigError: An argument is none of these, or the model needs values in its forward.
+        ConfigError: An argument is wrong, or the model needs values in its forward.
         StateError: This process has a process group.
-        WrapError: As of `auto_shard`.
+        WrapError: An error of `auto_shard`.
 
-    Cost: about 40 µs for each operator of two steps; for each change that is tried the same again.
-    Choosing makes 10 to 20 more.
+    Cost: about 40 µs for each operator of two steps, and the same again for each change that is
+    tried. Choosing tries 10 to 20 more.
     """
-    # Backends are imported when they are needed.
+    # Backends are imported only when they are needed.
     from shardkit.planning._advice import advise, choose_among
     from shardkit.planning._profile import read_profile
     from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
@@ -147,7 +148,7 @@ def _device_type(device: str) -> str:
     """Return the type of a device.
 
     Raises:
-        ConfigError: Torch knows no such device, or plans do not.
+        ConfigError: Torch does not know the device, or plans do not support it.
     """
     try:
         found = torch.device(device).type

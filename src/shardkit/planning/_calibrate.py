@@ -1,4 +1,4 @@
-"""Measures what this machine can do, on all ranks at once: they share its cores and links."""
+"""Measures what this machine can do, on all ranks at once, since they share cores and links."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def calibrate(device: str) -> HardwareProfile:
 
 
 class Calibration:
-    """What this machine does, measured in rounds.
+    """Measurements of this machine, in rounds.
 
     The speed of a shared machine changes from second to second. So each round measures everything
-    for a moment, and a profile has the medians of all rounds.
+    for a moment, and the profile has the medians of all rounds.
 
     Args:
         device: Type of the devices.
@@ -122,13 +122,13 @@ class Calibration:
 
 @dataclass(slots=True, eq=False)
 class _Probe:
-    """Something that is timed.
+    """A function that is timed.
 
     Attributes:
         call: Function to time.
-        number: Number of calls of a round.
-        seconds: Time of a call, at first that of one.
-        times: Times of a call in each round, in seconds.
+        number: Number of calls in a round.
+        seconds: Time of a call; at first the time of the first one.
+        times: Time of a call in each round, in seconds.
     """
 
     call: Callable[[], object]
@@ -140,7 +140,7 @@ class _Probe:
 class _Clock:
     """Times probes on all ranks at once.
 
-    A time of a round is that of the slowest rank: in a step the others wait for it.
+    The time of a round is that of the slowest rank, since the others wait for it in a step.
     """
 
     def __init__(self, mesh: DeviceMesh, device: str) -> None:
@@ -152,7 +152,7 @@ class _Clock:
         self._probes: list[_Probe] = []
 
     def add(self, call: Callable[[], object]) -> _Probe:
-        """Time a call from the next round on."""
+        """Add a function to time from the next round on."""
         call()
         once = self.largest([self._seconds(call, 1)])[0]
         probe = _Probe(call, max(1, min(1_000, int(_WINDOW_S / max(once, 1e-7)))), once)
@@ -173,7 +173,7 @@ class _Clock:
             probe.seconds = statistics.median(own)
 
     def _seconds(self, call: Callable[[], object], number: int) -> float:
-        self.largest([0.0])  # All ranks begin now.
+        self.largest([0.0])  # All ranks begin at this point.
         self._await_device()
         begin = time.perf_counter()
         for _ in range(number):
@@ -197,7 +197,7 @@ class _Clock:
 # --- compute --------------------------------------------------------------------------------------
 
 _Points = list[tuple[float, _Probe]]
-"""What a call does (operations, or bytes), and its probe."""
+"""Work of a call (operations or bytes), and its probe."""
 
 
 def _rates(points: _Points) -> Curve:
@@ -207,7 +207,8 @@ def _rates(points: _Points) -> Curve:
 def _products(clock: _Clock, dtype: torch.dtype) -> _Points:
     points = []
     for size in _PRODUCTS:
-        # Not of one number: how fast a card multiplies depends on its power, and that on them.
+        # Not one number: the speed of a card depends on its power draw, and that depends on the
+        # numbers.
         matrix = torch.arange(size * size, device=clock.device).sin().to(dtype).view(size, size)
         probe = clock.add(lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]
         points.append((2.0 * size**3, probe))
@@ -217,7 +218,7 @@ def _products(clock: _Clock, dtype: torch.dtype) -> _Points:
 
 
 def _memory(clock: _Clock, call: Callable[[Tensor], Tensor], num_tensors: int) -> _Points:
-    """Time an operator that reads and writes so many tensors as large as its own."""
+    """Time an operator that reads and writes `num_tensors` tensors of the size of its input."""
     points = []
     for nbytes in _MEMORY if clock.on_cpu else _MORE_MEMORY:
         tensor = torch.ones(nbytes // 4, device=clock.device)
@@ -227,7 +228,7 @@ def _memory(clock: _Clock, call: Callable[[Tensor], Tensor], num_tensors: int) -
 
 
 def _operator_s(clock: _Clock) -> Callable[[], float]:
-    """Time what the host takes for an operator of a model, forward and backward."""
+    """Time the host's work for an operator of a model, forward and backward."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(16))).to(clock.device)
     rows = torch.ones(2, 4, device=clock.device)
 
@@ -244,7 +245,7 @@ def _operator_s(clock: _Clock) -> Callable[[], float]:
 
 
 def memory_nbytes(device: str) -> float:
-    """Return a rank's memory: ranks share that of their host, and have a device each."""
+    """Return a rank's memory: on the CPU a part of the host's, otherwise that of its device."""
     if device == "cpu":
         import psutil
 
@@ -282,7 +283,7 @@ class _Sender:
         return self._streams.start_reduce([job], "calibration")
 
     def all_reduce(self, nbytes: int) -> None:
-        """Sum over the replicate axis."""
+        """All-reduce over the replicate axis."""
         self._replicate.all_reduce(torch.zeros(nbytes // 4, device=self._backend.device), "sum")
 
 
@@ -303,11 +304,11 @@ def _links(clock: _Clock, shape: tuple[int, int]) -> list[Callable[[], Route]]:
 def _link(
     clock: _Clock, op: str, call: Callable[[int], object], num_ranks: int, span: int
 ) -> Callable[[], Route]:
-    """Time a collective of several sizes."""
+    """Time a collective at several sizes."""
     probes = [clock.add(lambda n=n: call(n)) for n in _SENT]  # type: ignore[misc]
 
     def route() -> Route:
-        # The smallest costs the same as none, the others their rate.
+        # The time of the smallest size is the latency; the other times give the rates.
         latency_s, *times = [probe.seconds for probe in probes]
         part = (num_ranks - 1) / num_ranks * (2 if op == "all_reduce" else 1)
         points = [
@@ -320,7 +321,7 @@ def _link(
 
 
 def _overlap(clock: _Clock) -> Callable[[], float]:
-    """Time a gather and products, each alone and both at once."""
+    """Time a gather and matrix products, each alone and both at once."""
     sender = _Sender(clock.mesh.device_type, (1, clock.size))
     matrix = torch.ones(256, 256, device=clock.device)
     sent = clock.add(lambda: sender.gather(_LARGE).wait())
@@ -338,7 +339,7 @@ def _overlap(clock: _Clock) -> Callable[[], float]:
     computed, at_once = clock.add(compute), clock.add(both)
 
     def part() -> float:
-        """Return the part of the gather that compute beside it does not feel."""
+        """Return the part of the gather that does not slow concurrent compute."""
         hidden_s = sent.seconds + computed.seconds - at_once.seconds
         return min(max(hidden_s / min(sent.seconds, computed.seconds), -1.0), 1.0)
 
@@ -349,7 +350,7 @@ def _overlap(clock: _Clock) -> Callable[[], float]:
 
 
 def _groups(clock: _Clock) -> Callable[[HardwareProfile], HardwareProfile]:
-    """Time steps of a small sharded model: what is left of them is what groups cost the host."""
+    """Time steps of a small sharded model: the unexplained rest is the host's cost of groups."""
     model = nn.Sequential()
     for _ in range(_NUM_BLOCKS):
         model.append(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
@@ -378,9 +379,9 @@ def _groups(clock: _Clock) -> Callable[[HardwareProfile], HardwareProfile]:
     computed, stepped = clock.add(forward_and_backward), clock.add(optimizer.step)
 
     def added_to(profile: HardwareProfile) -> HardwareProfile:
-        """Return a profile with the costs of groups, and of the optimizer's operators."""
+        """Return a profile with the costs of groups and of the optimizer's operators."""
         busy_s = sum(seconds_of(each, profile) for each in of_optimizer)
-        # Ranks hold pieces of other parameters, so one has most to do.
+        # Ranks hold pieces of different parameters, so one rank has the most work.
         busy_s, number = clock.largest([busy_s, len(of_optimizer)])
         call_s = max(stepped.seconds - busy_s, 0.0) / number
         profile = replace(profile, sharded_operator_s=call_s)

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 # --- what is written on the command line ----------------------------------------------------------
 
-_DOES_NOT_FIT = 3  # 2 is what the command line is refused with.
+_DOES_NOT_FIT = 3  # 2 means a wrong command line.
 
 
 def read_size(text: str) -> int:
-    """Return bytes that are written as ``80GiB``, ``80GB`` or ``85899345920``.
+    """Return the bytes in a text such as ``80GiB``, ``80GB`` or ``85899345920``.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: The text is no size.
     """
     try:
         return byte_size(text)
@@ -45,10 +45,10 @@ def read_size(text: str) -> int:
 
 
 def read_shape(text: str, what: str) -> tuple[int, ...]:
-    """Return numbers that are written as ``2x4096``.
+    """Return the numbers in a text such as ``2x4096``.
 
     Raises:
-        ConfigError: They are no positive numbers.
+        ConfigError: The text has anything but positive numbers.
     """
     parts = text.lower().split("x")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
@@ -58,12 +58,12 @@ def read_shape(text: str, what: str) -> tuple[int, ...]:
 
 
 def read_batch(texts: list[str]) -> tuple[Tensor, ...] | dict[str, Tensor]:
-    """Return tensors on meta that are written as ``[NAME=]SHAPE[:DTYPE]``.
+    """Return tensors on meta for texts of the form ``[NAME=]SHAPE[:DTYPE]``.
 
-    The dtype is int64 if none is written: tokens.
+    The default dtype is int64, for tokens.
 
     Raises:
-        ConfigError: They are not, or only some have names.
+        ConfigError: A text has another form, or only some have names.
     """
     found: list[tuple[str, Tensor]] = []
     for text in texts:
@@ -91,13 +91,13 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
             config.json of transformers or of its folder, for a causal language model.
 
     Raises:
-        ConfigError: There is no such thing, or the function raises an `OSError`.
+        ConfigError: The text names nothing of this kind, or the function raises an `OSError`.
     """
     path = Path(text)
     if path.exists():
         return _model_of_transformers(path), None
     module_name, _, name = text.partition(":")
-    sys.path.insert(0, "")  # As `python -m` has it.
+    sys.path.insert(0, "")  # As in `python -m`.
     try:
         make = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -141,7 +141,7 @@ def _model_of_transformers(path: Path) -> nn.Module:
     except (OSError, ValueError) as error:
         msg = f"{str(path)!r} must be a config of a causal language model: {error}"
         raise ConfigError(msg) from error
-    config.use_cache = False  # The model has this object.
+    config.use_cache = False  # The model uses this object.
     return model
 
 
@@ -208,9 +208,9 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,  # noqa: FBT002
 ) -> None:
-    """Say what a rank will hold and send in a step, before anything is launched.
+    """Predict what a rank holds and sends in a step, before anything is launched.
 
-    Exits with 3 if it does not fit into the budget.
+    Exits with 3 if the run does not fit into the budget.
 
     Examples:
         python -m shardkit plan train:make_model --mesh 16 --batch 8x2048 --budget 80GiB
@@ -238,7 +238,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
         options["strategy"] = strategy
     if dtype is not None or reduce_dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(_dtype(dtype), _dtype(reduce_dtype))
-    # Where no terminal is, nothing of it is shown.
+    # Without a terminal, this shows nothing.
     with Console(stderr=True).status("planning"):
         found = plan(
             made,
@@ -277,7 +277,7 @@ def _what(model: str | None, batch: list[str] | None) -> tuple[nn.Module, Any]:
 
 
 def _mesh_of(mesh: str | None, config: Config | None) -> tuple[int, ...]:
-    """Return the mesh of the command line, else of the config file."""
+    """Return the mesh of the command line, or else of the config file."""
     shape = None if config is None else config.mesh_shape()
     if mesh is not None:
         shape = read_shape(mesh, "--mesh")

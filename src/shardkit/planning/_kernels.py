@@ -1,4 +1,4 @@
-"""Which kernels a device would choose where tensors on meta choose others; what kernels hide."""
+"""Kernels that a device would choose where torch chooses others for meta tensors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _HEAD_DIMS = 8
-"""Fused kernels of CUDA want heads of a multiple of this."""
+"""Fused kernels of CUDA need head dims that are a multiple of this."""
 
 
 def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
-    """Compute attention on meta as fused kernels do; torch would make the matrix of scores there.
+    """Compute attention on meta like fused kernels do, without torch's matrix of scores.
 
-    The function of torch is another one meanwhile. A mode would not do: it is off in a backward,
-    where activation checkpointing runs a forward again.
+    Meanwhile the function of torch is replaced. A dispatch mode would not work: it is off in a
+    backward, where activation checkpointing runs a forward again.
 
     Args:
-        on_cpu: Whether the kernel is that of the CPU; else those of CUDA: flash attention, or
-            memory-efficient attention where there is a mask.
+        on_cpu: Whether to use the kernel of the CPU. Otherwise those of CUDA: flash attention, or
+            memory-efficient attention if there is a mask.
     """
     original = torch.nn.functional.scaled_dot_product_attention
     kernel = _on_cpu if on_cpu else _on_cuda
@@ -46,7 +46,7 @@ def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
 
 
 def seen_random_states(note: Callable[[Tensor], object]) -> AbstractContextManager[object]:
-    """Note the states of random numbers that activation checkpointing keeps: no operator."""
+    """Note the random states that activation checkpointing keeps, which no operator shows."""
     original = torch.get_rng_state
 
     @functools.wraps(original)
@@ -59,9 +59,9 @@ def seen_random_states(note: Callable[[Tensor], object]) -> AbstractContextManag
 
 
 def without_packed_sequences() -> AbstractContextManager[object]:
-    """Have models of transformers take a batch without a mask for one sequence in each row.
+    """Make models of transformers treat each row of a batch without a mask as one sequence.
 
-    They look at values of the positions to see whether rows hold several. Tried with 5.20 to 5.23.
+    Otherwise they read the positions to see whether rows hold several. Tested with 5.20 to 5.23.
     """
     masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
     has_it = hasattr(masks, name)
@@ -69,14 +69,14 @@ def without_packed_sequences() -> AbstractContextManager[object]:
 
 
 def _are_fused(query: Any, key: Any, value: Any, options: Any) -> bool:
-    """Whether fused kernels take these inputs: they broadcast nothing, but heads if asked to."""
+    """Whether fused kernels take these inputs: they broadcast only heads, and only on request."""
     if query.dim() != 4 or not query.shape[0] == key.shape[0] == value.shape[0]:  # noqa: PLR2004
         return False
     return query.shape[1] == key.shape[1] == value.shape[1] or bool(options.get("enable_gqa"))
 
 
 def _whole_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Return the inputs with as many heads of keys as of queries."""
+    """Return the inputs with as many key heads as query heads."""
     times = query.shape[1] // key.shape[1]
     if times == 1:
         return query, key, value
@@ -84,14 +84,14 @@ def _whole_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
 
 
 def _added(mask: Any, query: Any) -> Any:
-    """Return a mask as kernels add it to scores: torch makes numbers of one that says which."""
+    """Return a mask in the form that kernels add to scores; torch converts boolean masks to it."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, 0.0)
 
 
 def _on_cpu(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
-    """Return what the CPU's kernel returns; None: it does not take these inputs."""
+    """Return the result of the CPU's kernel; None if it does not take these inputs."""
     has_mask_grad = attn_mask is not None and attn_mask.requires_grad
     are_alike = _are_fused(query, key, value, options) and query.shape[-1] == value.shape[-1]
     if not are_alike or options.get("dropout_p") or has_mask_grad:
@@ -104,7 +104,7 @@ def _on_cpu(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **option
 
 
 def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
-    """Return what the kernel of CUDA that keeps the least returns; None: none takes these."""
+    """Return the result of the CUDA kernel that keeps the least memory; None if none fits."""
     if not _are_fused(query, key, value, options):
         return None
     inputs = _whole_heads(query, key, value)
@@ -125,9 +125,9 @@ _ATTENTION = "_scaled_dot_product_"
 
 
 def flops_of(func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> int:
-    """Return the operations of floating point of an operator; 0: no formula says how many."""
+    """Return the floating-point operations of an operator; 0 if no formula counts them."""
     name = func.overloadpacket.__name__
-    if name.startswith(_ATTENTION):  # Two products; five in backward, which makes scores again.
+    if name.startswith(_ATTENTION):  # 2 products; 5 in backward, which recomputes scores.
         is_backward = name.endswith("_backward")
         query, key, value = args[1:4] if is_backward else args[:3]
         wide, deep = query.shape[-1], value.shape[-1]
@@ -136,6 +136,6 @@ def flops_of(func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) ->
     formula = FLOP_FORMULAS.get(func.overloadpacket)
     if formula is not None:
         out = results[0] if len(results) == 1 else results
-        with contextlib.suppress(Exception):  # Formulas are also users', and check what they like.
+        with contextlib.suppress(Exception):  # Formulas may be users', and may raise.
             return int(formula(*args, **options, out_val=out))
     return 0

@@ -1,8 +1,8 @@
-"""What a dry run does: every storage from its first operator to its end, and every operator.
+"""Records of a dry run: every storage from its first operator to its end, and every operator.
 
-A mode sees operators and their results, and weak references tell when memory is free. Memory of
-buffers that comes and goes behind one storage is told by events (`take`, `return`). Nothing is
-looked at while the run goes on: what existed at an instant is read off the records afterwards.
+A mode sees operators and their results, and weak references report when memory is free. Buffers
+keep one storage while their memory comes and goes, so events report it (`take`, `return`). Nothing
+is evaluated during the run: what existed at an instant is computed from the records afterwards.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class HeldMemory:
 
     Attributes:
         nbytes: Size in bytes.
-        kind: Kind of what it holds, such as ``activations``; corrected when more is known.
-        name: Name of the module, parameter or group that it is of.
-        born: Position in the run at which it came.
-        died: Position at which it was free; None: it was not.
-        on_host: Whether it is the host's, while the device has memory of its own.
-        labels: Names of all that lies in it, in order: a shard holds many parameters.
+        kind: Kind of its content, such as ``activations``; corrected when more is known.
+        name: Name of the module, parameter or group to which it belongs.
+        born: Position in the run at which it was allocated.
+        died: Position at which it was freed; None: it was not freed.
+        on_host: Whether it is memory of the host, while the device has its own.
+        labels: Names of all parts of its content, in order: a shard holds many parameters.
     """
 
     nbytes: int
@@ -57,8 +57,8 @@ class IssuedCollective:
     """A collective that was issued.
 
     Attributes:
-        op: Name of it, as ``all_gather``.
-        nbytes: Bytes of the whole tensor: what is gathered, scattered or reduced.
+        op: Name of the collective, such as ``all_gather``.
+        nbytes: Bytes of the whole tensor that is gathered, scattered or reduced.
         num_ranks: Number of ranks of its process group.
     """
 
@@ -68,16 +68,16 @@ class IssuedCollective:
 
 
 class Operator(NamedTuple):
-    """An operator that computes something; views do not.
+    """An operator that computes something; views do not count.
 
     Attributes:
-        after: Number of beginnings and ends of events that came before it.
-        kind: Kind of it: ``product`` and the kinds of `HardwareProfile.memory`.
+        after: Number of starts and ends of events that came before it.
+        kind: Kind of the operator: ``product`` or a kind in `HardwareProfile.memory`.
         dtype: Name of the dtype of the result.
-        flops: Number of operations of floating point; 0 but for products and attention.
+        flops: Number of floating-point operations; 0 except for products and attention.
         nbytes: Bytes of inputs and results.
         owner: Name of the module, or of the part of the step.
-        is_again: Whether a recompute makes it.
+        is_again: Whether it belongs to a recompute.
     """
 
     after: int
@@ -98,34 +98,34 @@ _FUNCTIONS = frozenset(
     for name in _FUNCTION_NAMES.split()
     for suffix in ("", "_", "_backward", "_backward_data")
 )
-"""Operators that compute much for each element."""
+"""Operators with much computation for each element."""
 
 
 _MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "resize_"})
-"""Operators that make memory, and write nothing."""
+"""Operators that allocate memory and write nothing."""
 _HALF = 2
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-"""Products: the CPU's library copies inputs and result of 16 bits, and inputs with gaps."""
+"""Products: the CPU's library copies 16-bit inputs and results, and inputs with gaps."""
 _SUMS = frozenset(
     {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "lerp_", "addcmul_", "addcdiv_"}
 )
-"""Operators for which torch copies inputs of another dtype on the CPU, to that of the result."""
+"""Operators for which torch on the CPU converts inputs to the dtype of the result."""
 
 
 def _has_gaps(matrices: Tensor) -> bool:
-    """Whether neither rows nor columns lie one after the other, as in a sum's gradient."""
+    """Whether neither rows nor columns are contiguous, as in the gradient of a sum."""
     (rows, columns), (down, right) = matrices.shape[-2:], matrices.stride()[-2:]
     by_rows = right == 1 and down >= max(columns, 1)
     return not by_rows and not (down == 1 and right >= max(rows, 1))
 
 
 def _nothing(tensor: Tensor) -> Tensor:
-    """Return what a collective gets in the place of a tensor on meta."""
+    """Return an argument for a collective in place of a tensor on meta."""
     return torch.empty(0, dtype=tensor.dtype) if tensor.is_meta else tensor
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Records memory and collectives of what runs inside of it.
+    """Records memory and collectives of the code that runs inside of it.
 
     Args:
         on_cpu: Whether the memory is the CPU's.
@@ -134,10 +134,10 @@ class MemoryMeter(TorchDispatchMode):
     Attributes:
         memories: Records of all memory, in the order of birth.
         collectives: Records of all collectives, in the order of issue.
-        operators: Records of all operators that compute, in order, where they are recorded.
-        events: Events that the core told.
-        observer: Observer that hands them over, for `observed_by`; its times are positions.
-        position: Number of births and deaths so far.
+        operators: Records of all operators that compute, in order, if `is_timed`.
+        events: Events that the core reported.
+        observer: Observer that delivers the events, for `observed_by`; its times are positions.
+        position: Number of allocations and frees so far.
         modules: Names of the modules whose forward is under way, the innermost last.
         failed: Name of the module in which an operator raised; None: none did.
     """
@@ -165,15 +165,15 @@ class MemoryMeter(TorchDispatchMode):
     ) -> Any:
         """Run an operator and record its results."""
         if any(kind.__name__ == "FakeTensor" for kind in types):
-            return func(*args, **(kwargs or {}))  # DTensor asks what shapes come: no memory.
+            return func(*args, **(kwargs or {}))  # DTensor only computes shapes.
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
-            return NotImplemented  # What it runs inside comes here again.
+            return NotImplemented  # Its inner operators come here again.
         if func.namespace in {"c10d", "_c10d_functional"}:
             self._issued(func, args)
         if func.namespace == "c10d":
             try:
                 return func(*args, **(kwargs or {}))
-            except NotImplementedError:  # torch 2.9 has none of them on meta, 2.13 not all.
+            except NotImplementedError:  # torch 2.9 has none of them on meta, 2.13 some.
                 return func(*map_tensors(_nothing, args), **map_tensors(_nothing, kwargs or {}))
         try:
             out = func(*args, **(kwargs or {}))
@@ -193,7 +193,7 @@ class MemoryMeter(TorchDispatchMode):
         return out
 
     def _computed(self, func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> None:
-        """Record an operator, unless it computes nothing, or is a part of a collective."""
+        """Record an operator, unless it computes nothing or is a part of a collective."""
         if not self._is_timed or self.observer.is_within("wait"):
             return
         name = func.overloadpacket.__name__
@@ -220,7 +220,7 @@ class MemoryMeter(TorchDispatchMode):
         self.operators.append(done)
 
     def note(self, tensor: Tensor, *, is_buffer: bool = False) -> None:
-        """Record a storage if it is new; not one whose memory comes and goes: events tell of it."""
+        """Record a storage if it is new; events report the memory of buffers instead."""
         storage, memory = tensor.untyped_storage(), None
         key = storage._cdata  # noqa: SLF001 - the only name of a storage's address
         if key in self._alive:
@@ -237,7 +237,7 @@ class MemoryMeter(TorchDispatchMode):
         self._alive[key] = (memory, weakref.ref(storage, end))
 
     def _note_scratch(self, args: Any, out: Tensor) -> None:
-        """Record the most that a product copies while it runs: what its library does not take."""
+        """Record the most that a product copies: inputs that its library does not take."""
         matrices = [arg for arg in args if isinstance(arg, Tensor)]
         if out.dtype.itemsize != _HALF:
             matrices = [each for each in matrices[-2:] if _has_gaps(each)]
@@ -246,7 +246,7 @@ class MemoryMeter(TorchDispatchMode):
             self._die(self.born(nbytes, *self._owner()))
 
     def _note_casts(self, args: Any) -> None:
-        """Record what an operator copies to the dtype that its inputs have in common."""
+        """Record the inputs that an operator converts to their common dtype."""
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
         dtypes = {arg.dtype for arg in inputs}
         if len(dtypes) > 1:
@@ -255,7 +255,7 @@ class MemoryMeter(TorchDispatchMode):
             self._die(self.born(nbytes, *self._owner()))
 
     def _owner(self) -> tuple[str, str]:
-        """Return what new memory is taken for, and whose it is."""
+        """Return the kind and the owner of new memory."""
         phase, computing = self.observer.phase, None
         for event in reversed(self.observer.under_way):
             if event.kind == "wait":
@@ -281,21 +281,21 @@ class MemoryMeter(TorchDispatchMode):
         memory.died = self.position
 
     def _issued(self, func: Any, args: Any) -> None:
-        """Record a collective: its bytes are those of the largest argument, or of the result."""
+        """Record a collective, with the bytes of its largest argument or of its result."""
         name = func.__name__.partition(".")[0].strip("_")
         group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), args[-1])
         if not isinstance(group, (torch.ScriptObject, str)):
-            return  # It waits, for example.
+            return  # A wait, for example.
         size = size_of_group(group)
         nbytes = max(sum(tensor.nbytes for tensor in iter_tensors(arg)) for arg in args)
-        if isinstance(group, str) and name.startswith("all_gather"):  # A DTensor's.
+        if isinstance(group, str) and name.startswith("all_gather"):  # One of DTensor.
             nbytes *= size
         self.collectives.append(IssuedCollective(name, nbytes, size))
 
-    # --- what the core tells ---
+    # --- what the core reports ---
 
     def _told(self, event: StepEvent) -> None:
-        """Take an event."""
+        """Receive an event."""
         self.events.append(event)
         nbytes = event.nbytes
         if event.kind in {"take", "free"}:
@@ -311,7 +311,7 @@ class MemoryMeter(TorchDispatchMode):
     # --- what is known later ---
 
     def label(self, tensor: Tensor, kind: str, name: str, *, on_host: bool | None = None) -> None:
-        """Say what memory that exists now is of; nothing for memory of buffers."""
+        """Label memory that exists now; memory of buffers is ignored."""
         storage = tensor.untyped_storage()
         memory, _ = self._alive.get(storage._cdata, (None, None))  # noqa: SLF001
         if memory is None:
@@ -325,7 +325,7 @@ class MemoryMeter(TorchDispatchMode):
             memory.on_host = on_host
 
     def totals(self, kind: str | None = None, *, on_host: bool = False) -> list[int]:
-        """Return the bytes that existed after each position, of one kind or of all."""
+        """Return the bytes that existed after each position, of one kind or of all kinds."""
         changes = [0] * (self.position + 1)
         for memory in self.memories:
             if memory.on_host == on_host and kind in {None, memory.kind}:
@@ -335,7 +335,7 @@ class MemoryMeter(TorchDispatchMode):
         return list(itertools.accumulate(changes))
 
     def at(self, position: int) -> list[HeldMemory]:
-        """Return what existed after a position."""
+        """Return the memory of the device that existed after a position."""
         return [
             m
             for m in self.memories

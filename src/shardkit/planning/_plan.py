@@ -1,4 +1,4 @@
-"""What a dry run comes to: `RunPlan`."""
+"""The result of a dry run: `RunPlan`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class OwnedMemory:
     """Memory of one owner at an instant.
 
     Attributes:
-        kind: Kind of what it holds, such as ``activations``.
-        name: Name of the module, parameter or group that it is of.
+        kind: Kind of its content, such as ``activations``.
+        name: Name of the module, parameter or group to which it belongs.
         nbytes: Size in bytes.
     """
 
@@ -42,13 +42,13 @@ class OwnedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A part of a step, by what runs in it, and the most memory in it.
+    """A part of a step, named by what runs in it, with the most memory in it.
 
     Attributes:
-        where: Name of it: ``backward of blocks.31 while blocks.30 is gathered``.
-        nbytes: The most bytes of the device that exist at once in it.
-        by_kind: Bytes of each kind then.
-        owners: The ten largest owners then, the largest first.
+        where: Name of the part, such as ``backward of blocks.31 while blocks.30 is gathered``.
+        nbytes: The most bytes of the device that exist at one time in it.
+        by_kind: Bytes of each kind at that time.
+        owners: The ten largest owners at that time, the largest first.
     """
 
     where: str
@@ -62,11 +62,11 @@ class SentTotal:
     """Collectives of one kind in a step.
 
     Attributes:
-        op: Name of the collective as torch issues it. gloo's all-gathers are exchanges or
+        op: Name of the collective that torch issues. gloo's all-gathers are exchanges or
             broadcasts, and its reduce-scatters exchanges.
         num_ranks: Number of ranks that take part.
-        count: Number of them.
-        nbytes: Bytes of the whole tensors together.
+        count: Number of these collectives.
+        nbytes: Bytes of all whole tensors together.
     """
 
     op: str
@@ -77,13 +77,13 @@ class SentTotal:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change that was tried by a dry run of its own.
+    """A change that was tried in its own dry run.
 
     Attributes:
         change: Change in words.
         costs: Costs in words.
-        peak_nbytes: The most bytes of the device with it.
-        fits: Whether that is within the budget.
+        peak_nbytes: The most bytes of the device with this change.
+        fits: Whether the peak is within the budget.
     """
 
     change: str
@@ -94,14 +94,14 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to shard that was tried by a dry run of its own.
+    """A way to shard that was tried in its own dry run.
 
     Attributes:
-        changes: Differences from the run that was asked for; empty: it is that one.
+        changes: Differences from the requested run; empty for that run itself.
         seconds: Time of a step.
-        exposed_s: Part of it that collectives cost.
+        exposed_s: Part of this time that collectives cost.
         peak_nbytes: The most bytes of the device.
-        why: Reason in words: what of the time and of the memory has changed.
+        why: Reason in words: the changes of time and memory.
     """
 
     changes: tuple[str, ...]
@@ -113,24 +113,24 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What one rank of a run will hold and send in a step, the second and all that follow.
+    """The memory and the traffic of one rank in a step, the second one and all that follow.
 
     Attributes:
         mesh: Size of each axis.
         rank: Number of the rank.
         device: Type of the devices.
-        num_params: Number of elements of all parameters, on all ranks together.
+        num_params: Number of elements of all parameters, over all ranks.
         peak: Instant at which the most memory exists.
         instants: Instants with the most memory, the largest first.
         between_steps: Bytes of each kind that exist between two steps.
-        most_of_kind: The most bytes of each kind that exist at once; not all at one time.
+        most_of_kind: The most bytes of each kind that exist at one time; each at its own time.
         padding_nbytes: Bytes of this rank's shards that belong to no parameter.
-        host_nbytes: The most bytes of the host, where shards are offloaded.
+        host_nbytes: The most bytes on the host, if shards are offloaded.
         collectives: Collectives of a step.
-        budget_nbytes: Bytes that the device may hold; None: none was given.
-        advice: Changes that were tried because it does not fit, the cheapest first.
+        budget_nbytes: Bytes that the device may hold; None: no budget was given.
+        advice: Changes that were tried because the run does not fit, the cheapest first.
         time: Time of a step; None: no hardware was named.
-        choices: The three fastest ways to shard that fit, of those that were tried.
+        choices: The three fastest of the tried ways to shard that fit.
     """
 
     mesh: tuple[int, ...]
@@ -151,21 +151,21 @@ class RunPlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes of the device that exist at once."""
+        """The most bytes of the device that exist at one time."""
         return self.peak.nbytes
 
     @property
     def margin_nbytes(self) -> int | None:
-        """Bytes that the budget leaves; negative: it does not fit. None: there is no budget."""
+        """Bytes that the budget leaves; negative if the run does not fit. None without a budget."""
         return None if self.budget_nbytes is None else self.budget_nbytes - self.peak.nbytes
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the budget; also where there is none."""
+        """Whether the peak is within the budget; True without a budget."""
         return self.margin_nbytes is None or self.margin_nbytes >= 0
 
     def __str__(self) -> str:
-        """Return it as text."""
+        """Return the plan as text."""
         return "\n".join(_lines(self))
 
 
@@ -175,7 +175,7 @@ class RunPlan:
 def plan_of(
     run: Run, seen: DryRun, budget_nbytes: int | None, profile: HardwareProfile | None
 ) -> RunPlan:
-    """Return what a dry run came to; with a profile also how long a step takes."""
+    """Return the plan from a dry run; with a profile also the time of a step."""
     meter = seen.meter
     totals = meter.totals()
     best: dict[str, int] = {}
@@ -204,7 +204,7 @@ def plan_of(
 
 
 def _segments(events: Iterable[StepEvent], begin: int, end: int) -> Iterable[tuple[str, int, int]]:
-    """Yield parts of the run in which the same events are under way, and their positions."""
+    """Yield the parts of the run with the same events under way, and their positions."""
     edges: list[tuple[int, int, StepEvent]] = []
     for event in events:
         if event.closed > event.opened:
@@ -228,7 +228,7 @@ def _segments(events: Iterable[StepEvent], begin: int, end: int) -> Iterable[tup
 
 
 def _where(active: Iterable[StepEvent], between: str) -> str:
-    """Return the name of an instant at which events are under way; `between` if no pass is."""
+    """Return the name of a part from the events under way; `between` if no pass is."""
     found = list(active)
     computing = [event for event in found if event.kind == "compute"]
     passes = [event for event in found if event.kind == "pass"]
@@ -265,7 +265,7 @@ def _by_kind(memories: Iterable[HeldMemory]) -> dict[str, int]:
 
 
 def _most_of_kind(meter: MemoryMeter, begin: int) -> dict[str, int]:
-    """Return the most bytes of each kind at once, from a position on, the largest first."""
+    """Return the most bytes of each kind at one time, from a position on, the largest first."""
     kinds = dict.fromkeys(memory.kind for memory in meter.memories)
     most = Counter({kind: max(meter.totals(kind)[begin:]) for kind in kinds})
     return {kind: nbytes for kind, nbytes in most.most_common() if nbytes}
@@ -310,7 +310,7 @@ def _lines(plan: RunPlan) -> list[str]:
 
 
 def _time_lines(plan: RunPlan) -> list[str]:
-    """Return how long a step takes, and what else was tried, as text."""
+    """Return the time of a step, and the choices that were tried, as text."""
     time = plan.time
     if time is None:
         return []
@@ -330,7 +330,7 @@ def _time_lines(plan: RunPlan) -> list[str]:
 
 
 def _verdict(plan: RunPlan) -> list[str]:
-    """Return whether it fits, and what else was tried."""
+    """Return whether the run fits, and the advice, as text."""
     margin, budget = plan.margin_nbytes, plan.budget_nbytes
     if margin is None or budget is None:
         return []

@@ -1,4 +1,4 @@
-"""What hardware can do, from a TOML file: rates of products and memory, costs of calls, links."""
+"""Hardware profiles, from TOML files: rates of products and memory, costs of calls, links."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Curve = tuple[tuple[float, float], ...]
-"""Points (size, rate) in the order of sizes; between two of them the logarithm is interpolated."""
+"""Points (size, rate) in the order of sizes, with logarithmic interpolation between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a collective travels over.
+    """A link over which collectives are sent.
 
     Attributes:
-        span: Number of neighbouring ranks that it reaches, such as those of a host.
-        latency_s: Seconds of each hop; where it was measured, of a whole collective.
-        bytes_per_s: Rate of what a rank sends: (bytes, bytes in a second).
-        op: Name of the collective for which it was measured; empty: it is for all.
-        num_ranks: Number of ranks with which it was measured; 0: it is for any.
+        span: Number of adjacent ranks that it connects, such as those of a host.
+        latency_s: Seconds of each hop; for a measured link, of a whole collective.
+        bytes_per_s: Rate at which a rank sends: (bytes, bytes per second).
+        op: Name of the collective for which it was measured; empty: for all.
+        num_ranks: Number of ranks with which it was measured; 0: for any.
     """
 
     span: float
@@ -40,25 +40,25 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """What a rank's hardware can do.
+    """The performance of a rank's hardware.
 
     Attributes:
-        name: Name of it.
-        device: Type of the device; ``cpu``: the host computes itself.
-        memory_nbytes: Bytes that a device has.
-        overlap: Part of the time of a collective that costs compute beside it nothing: 1 where an
-            engine of its own moves the bytes, 0 where the processor that computes does.
-        operator_s: Seconds that the host takes for an operator.
-        sharded_operator_s: The same for an operator of the optimizer on a sharded parameter.
-        group_s: Seconds that the host takes for a group's forward or backward, beside operators.
-        kernel_s: Seconds that the device takes for the smallest operator.
-        host_bytes_per_s: Bytes in a second between device and host.
-        peak: Most operations of floating point in a second, by dtype.
-        products: Rates of matrix products by dtype: (operations, operations in a second).
-        memory: Rates of other operators by kind: (bytes read and written, bytes in a second).
-            Kinds are ``new`` (the result has new memory), ``in_place``, ``function`` (such as exp),
-            and ``host`` (of offloaded tensors).
-        links: Links, those of the shortest span first; none where one rank was measured.
+        name: Name of the profile.
+        device: Type of the device; with ``cpu`` the host itself computes.
+        memory_nbytes: Bytes of a device's memory.
+        overlap: Part of a collective's time that does not slow concurrent compute: 1 if a separate
+            engine moves the bytes, 0 if the processor that computes moves them.
+        operator_s: Seconds of the host's work for an operator.
+        sharded_operator_s: Seconds of its work for an optimizer's operator on a sharded parameter.
+        group_s: Seconds of its work for a group's forward or backward, in addition to operators.
+        kernel_s: Seconds of the device's work for the smallest operator.
+        host_bytes_per_s: Bytes per second between device and host.
+        peak: The most floating-point operations per second, by dtype.
+        products: Rates of matrix products by dtype: (operations, operations per second).
+        memory: Rates of other operators by kind: (bytes read and written, bytes per second). Kinds
+            are ``new`` (the result has new memory), ``in_place``, ``function`` (such as exp), and
+            ``host`` (of offloaded tensors).
+        links: Links, those of the shortest span first; empty if one rank was measured.
     """
 
     name: str
@@ -76,10 +76,11 @@ class HardwareProfile:
     links: tuple[Route, ...]
 
     def check_run(self, device: str, num_ranks: int) -> None:
-        """Check that steps of a run can be timed.
+        """Check that the profile can predict the time of a run's steps.
 
         Raises:
-            ConfigError: Its devices are others, or it has several ranks and no link was measured.
+            ConfigError: The run has other devices, or it has several ranks and no link was
+                measured.
         """
         if (self.device == "cpu") != (device == "cpu"):
             msg = (
@@ -97,24 +98,24 @@ class HardwareProfile:
             raise ConfigError(msg)
 
     def product_s(self, flops: float, dtype: str) -> float:
-        """Return the seconds of a matrix product; a dtype that is not there counts as float32."""
+        """Return the seconds of a matrix product; an unknown dtype counts as float32."""
         return flops / rate_at(self.products.get(dtype, self.products["float32"]), flops)
 
     def memory_s(self, nbytes: float, kind: str) -> float:
-        """Return the seconds in which an operator of a kind reads and writes bytes."""
+        """Return the seconds in which an operator of one kind reads and writes some bytes."""
         return nbytes / rate_at(self.memory.get(kind, self.memory["new"]), nbytes)
 
     def collective_s(self, op: str, nbytes: float, num_ranks: int, span: int) -> float:
-        """Return the seconds of a collective over ranks that lie `span` ranks apart at most.
+        """Return the seconds of a collective over ranks that are at most `span` ranks apart.
 
-        A ring: each rank sends all but its own part, to a neighbour. Over several hosts all ranks
-        of a host send on their own links.
+        The model is a ring: each rank sends all but its own part to the next rank. Over several
+        hosts, all ranks of a host send on their own links.
 
         Args:
-            op: Name of it: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
+            op: Name of the collective: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
             nbytes: Bytes of the whole tensor.
             num_ranks: Number of ranks.
-            span: Number of neighbouring ranks among which they lie.
+            span: Number of adjacent ranks among which they are.
         """
         if num_ranks == 1:
             return 0.0
@@ -139,7 +140,7 @@ class HardwareProfile:
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """Return the rate of a size; beyond the ends that of the end."""
+    """Return the rate at a size; beyond the ends of the curve, the rate at the end."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (low, low_rate), (high, high_rate) in itertools.pairwise(curve):
@@ -155,10 +156,10 @@ def profile_names() -> list[str]:
 
 
 def read_profile(name: str) -> HardwareProfile:
-    """Return a profile by its name, or by the path of a TOML file.
+    """Return a profile from its name, or from the path of a TOML file.
 
     Raises:
-        ConfigError: There is none, or the file is no profile.
+        ConfigError: There is no such profile, or the file is none.
     """
     path: Any = Path(name) if name.endswith(".toml") else _folder() / f"{name}.toml"
     try:
@@ -169,7 +170,7 @@ def read_profile(name: str) -> HardwareProfile:
         raise ConfigError(msg) from error
     try:
         return _profile_of(tomllib.loads(content.decode("utf-8")))
-    except ValueError as error:  # What is no TOML, or not UTF-8, is one too.
+    except ValueError as error:  # Also raised if the file is no TOML, or not UTF-8.
         msg = (
             f"{name!r} is no profile of hardware: {error}. Copy one of those in {_folder()}, or "
             f"measure one by python -m shardkit plan --calibrate."
@@ -183,7 +184,7 @@ def _folder() -> Any:
 
 _OPS = ("all_gather", "reduce_scatter", "all_reduce")
 _MOST = 1e300
-"""Numbers of profiles are smaller, so that they are finite."""
+"""Bound of all numbers in profiles, so that they are finite."""
 _COSTS = ("operator_s", "sharded_operator_s", "group_s", "kernel_s")
 
 
@@ -191,7 +192,7 @@ def _profile_of(found: dict[str, Any]) -> HardwareProfile:
     """Return the profile of a TOML document.
 
     Raises:
-        ValueError: A field is none of a profile; it is named.
+        ValueError: A field is wrong; the error names it.
     """
     _check_names("a field", found, HardwareProfile)
     routes = found.get("links", [])
@@ -260,7 +261,7 @@ def _rate(field: str, found: Any) -> float:
 
 
 def _table(field: str, found: Any, needed: str, read: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return what each name of a table has; one name must be there."""
+    """Return the values of a table, by name; the name `needed` must be there."""
     if not isinstance(found, dict):
         _refuse(field, f"a table with {needed}", found)
     given = {needed: None, **found}
@@ -268,7 +269,7 @@ def _table(field: str, found: Any, needed: str, read: Callable[[str, Any], Any])
 
 
 def _curve(field: str, found: Any) -> Curve:
-    """Return a curve; one number is a rate for all sizes."""
+    """Return a curve; a single number is the rate at all sizes."""
     if isinstance(found, (int, float)):
         return ((1.0, _rate(field, found)),)
     are_pairs = isinstance(found, list) and all(

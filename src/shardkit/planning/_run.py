@@ -1,4 +1,4 @@
-"""A training run that computes nothing: two steps of one rank on meta, and what they held."""
+"""A training run without computation: two steps of one rank on meta, and their memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is trained, and how. `dataclasses.replace` makes variants.
+    """A model, and how to train it. `dataclasses.replace` makes variants.
 
     Attributes:
         model: Model on meta; each dry run takes a copy.
@@ -51,11 +51,11 @@ class Run:
         device: Type of the devices: ``cpu``, or an accelerator.
         rank: Number of the rank.
         options: Options of `auto_shard`.
-        shard: Function of model and mesh that shards, in the place of `auto_shard`.
-        recompute: Options of `checkpoint_activations`; None: nothing is computed again.
-        optimizer: Function that makes the optimizer of parameters; None: there is none.
+        shard: Function of model and mesh that shards, in place of `auto_shard`.
+        recompute: Options of `checkpoint_activations`; None: nothing is recomputed.
+        optimizer: Function of the parameters that makes the optimizer; None: there is none.
         loss: Function of the model's output that returns the loss.
-        accumulate: Number of micro-batches of a step.
+        accumulate: Number of micro-batches in a step.
     """
 
     model: nn.Module
@@ -72,18 +72,18 @@ class Run:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether ranks are gloo's on CPUs."""
+        """Whether ranks are on CPUs, with gloo."""
         return self.device == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a dry run saw.
+    """The records of a dry run.
 
     Attributes:
         meter: Records of memory, collectives and events.
         begin: Position at which the second step began.
-        first_collective: Number of collectives before that.
+        first_collective: Number of collectives before that position.
         padding_nbytes: Bytes of this rank's shards that belong to no parameter.
         num_params: Number of elements of all parameters.
     """
@@ -96,12 +96,12 @@ class DryRun:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes of the device that exist at once in the second step."""
+        """The most bytes of the device that exist at one time in the second step."""
         return max(self.meter.totals()[self.begin :])
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers are on meta; those it has stay."""
+    """Return a copy of a module with parameters and buffers on meta; the module does not change."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
@@ -122,14 +122,14 @@ def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
 
 
 def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
-    """Shard a copy of the model and make two steps, of which the second is as all that follow.
+    """Shard a copy of the model and make two steps, of which the second is like all that follow.
 
     Args:
-        run: Run to make.
+        run: Run to try.
         is_timed: Whether operators are recorded, for `time_of`.
 
     Raises:
-        ConfigError: An operator of the model needs values, which tensors on meta have not.
+        ConfigError: An operator of the model needs values, which tensors on meta lack.
         StateError: This process has a process group.
     """
     model = on_meta(run.model)
@@ -139,7 +139,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
         names = ("replicate", "shard")[-len(run.mesh) :]
         mesh = init_dry_mesh(run.mesh, names)
         num_params = sum(param.numel() for param in model.parameters())
-        # A number of each value that ranks compare, and what C++ makes of Python's numbers.
+        # One number for each value that ranks compare, and the scalars that C++ makes.
         meter.born(8 * len([*model.parameters()]) + 64, "buffers", "scalars")
         if run.recompute is not None:
             checkpoint_activations(model, **run.recompute)
@@ -179,7 +179,7 @@ def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer | None:
         return None
     optimizer = run.optimizer([p for p in model.parameters() if p.requires_grad])
     for group in optimizer.param_groups:
-        # What torch chooses on an accelerator, it does not on meta.
+        # On meta, torch does not make the choice that it makes on an accelerator.
         if not run.on_cpu and group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
     return optimizer
@@ -192,10 +192,10 @@ def _two_steps(
     batch: Any,
     meter: MemoryMeter,
 ) -> tuple[int, int]:
-    """Make two steps as a plain loop does: names keep the last output until the next one is there.
+    """Make two steps as a plain loop does, where names keep the last output until the next one.
 
     Returns:
-        The position at which the second one began, and the number of collectives before that.
+        The position at which the second step began, and the number of collectives before it.
     """
     begin = first = 0
     for step in ("1", "2"):
@@ -239,7 +239,7 @@ def _loss_of(run: Run, output: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _named_modules(model: nn.Module, meter: MemoryMeter) -> Iterator[None]:
-    """Tell a meter which module's forward is under way."""
+    """Report to a meter which module's forward is under way."""
     names = {module: name or "the root" for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -260,10 +260,10 @@ def _named_modules(model: nn.Module, meter: MemoryMeter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(meter: MemoryMeter) -> Iterator[None]:
-    """Say where an operator needs values, or a tensor that is not on meta.
+    """Name the module if an operator needs values, or a tensor that is not on meta.
 
     Raises:
-        ConfigError: One does.
+        ConfigError: An operator does.
     """
     try:
         yield
@@ -285,7 +285,7 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
 
 
 def _padding_nbytes(model: nn.Module) -> int:
-    """Return the bytes of this rank's shards that no parameter has."""
+    """Return the bytes of this rank's shards that belong to no parameter."""
     padding = 0
     for group in groups_in(model, recurse=True):
         for bucket in group.buckets:

@@ -1,6 +1,6 @@
-"""How long a step takes: what a dry run saw, as tasks on the lanes of a machine, by a profile.
+"""The time of a step: the records of a dry run as tasks on the lanes of a machine, by a profile.
 
-Tasks run by a clock (`replay`), and say what runs beside what.
+A simulated clock runs the tasks (`replay`), and shows which tasks run at the same time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _ROUNDING_S = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class ModuleCost:
-    """What a module computes in a step, or its backward.
+    """The compute of a module in a step, or of its backward.
 
     Attributes:
-        name: Name of it, such as ``backward of blocks.3``.
-        seconds: Time of its operators, with nothing beside them.
-        flops: Number of operations of floating point.
+        name: Name of the module's pass, such as ``backward of blocks.3``.
+        seconds: Time of its operators, with nothing else running.
+        flops: Number of floating-point operations.
         nbytes: Bytes that its operators read and write.
     """
 
@@ -47,8 +47,8 @@ class Span:
     """Something that runs in a step.
 
     Attributes:
-        lane: Name of what it runs on: ``compute``, ``gather``, ``reduce``.
-        name: Name of it.
+        lane: Name of the lane on which it runs: ``compute``, ``gather``, ``reduce``.
+        name: Name of the work.
         begin: Time of the beginning in seconds.
         end: Time of the end in seconds.
     """
@@ -61,17 +61,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """How long a step takes.
+    """The time of a step.
 
     Attributes:
         hardware: Name of the profile.
         seconds: Time of the step.
-        exposed_s: Part of it that collectives cost: without them it would be so much shorter.
-        flops: Number of operations of floating point of a rank, without those of recomputes.
-        utilization: Part of the most operations that the device can make in this time. Where
+        exposed_s: Part of it that collectives cost: without them the step would be shorter by this.
+        flops: Number of floating-point operations of a rank, without those of recomputes.
+        utilization: Ratio of these to the most operations that the device can do in this time. If
             products have several dtypes, each counts by its own peak.
-        modules: Modules with the longest operators, the longest first.
-        spans: Times of what runs, in the order of beginnings.
+        modules: Modules with the longest compute, the longest first.
+        spans: Times of all work, in the order of their start.
     """
 
     hardware: str
@@ -118,7 +118,7 @@ def time_of(run: Run, seen: DryRun, profile: HardwareProfile) -> StepTime:
 
 
 def seconds_of(operator: Operator, profile: HardwareProfile) -> float:
-    """Return the time of an operator on the device, without what the host takes for it."""
+    """Return the time of an operator on the device, without the host's work for it."""
     if operator.kind == "product":
         at_least = profile.memory_s(operator.nbytes, "in_place")
         return max(profile.product_s(operator.flops, operator.dtype), at_least, profile.kernel_s)
@@ -142,11 +142,11 @@ def _modules(operators: Iterable[Operator], profile: HardwareProfile) -> tuple[M
 
 
 class _Tasks:
-    """Makes tasks of events and operators, in the order in which the host came to them.
+    """Makes tasks of events and operators, in the order in which the host reached them.
 
-    On a CPU the host computes, so a collective begins when the host comes to it. On an accelerator
-    the host runs ahead: a gather waits for the host and for its memory, which its last reader gives
-    back; a reduction waits for compute as well.
+    On a CPU the host computes, so a collective begins when the host reaches it. On an accelerator
+    the host runs ahead. There a gather waits for the host and for its memory, which its last reader
+    gives back; a reduction also waits for compute.
     """
 
     def __init__(self, run: Run, profile: HardwareProfile) -> None:
@@ -163,7 +163,7 @@ class _Tasks:
         self._returned: defaultdict[int, list[Task | None]] = defaultdict(list)
         self._taken: list[Task] = []
         self._copied_s = 0.0
-        self._begun: Task | None = None  # A reduction that no other work followed.
+        self._begun: Task | None = None  # A reduction that no other work has followed.
 
     def of(self, events: Iterable[StepEvent], operators: Sequence[Operator]) -> list[Task]:
         """Return the tasks of a step."""
@@ -182,7 +182,7 @@ class _Tasks:
         return self._tasks
 
     def _edge(self, event: StepEvent, *, is_begin: bool) -> None:
-        """An event begins or ends."""
+        """Process the start or the end of an event."""
         begun = self._begun
         if event.kind not in _OF_MEMORY:
             self._begun = None
@@ -192,12 +192,12 @@ class _Tasks:
             self._wait(event)
         elif event.kind == "compute":
             self._end_segment(event.name)
-            self._host_s += self._profile.group_s / 2  # Once where it begins, once at its end.
+            self._host_s += self._profile.group_s / 2  # Once at its start, once at its end.
         elif event.kind == "copy":
             seconds = event.nbytes / self._profile.host_bytes_per_s
-            if begun is None:  # Shards, in front of the next gather.
+            if begun is None:  # Copies of shards, before the next gather.
                 self._copied_s += seconds
-            else:  # Sums, behind the reduction that has begun.
+            else:  # Copies of sums, after the current reduction.
                 begun.seconds += seconds
         elif not self._on_cpu and event.kind == "take":
             self._take(event.nbytes)
@@ -216,7 +216,7 @@ class _Tasks:
             self._name = "optimizer"
 
     def _end_segment(self, name: str) -> None:
-        """Make tasks of the operators since the last one; those that follow have another name."""
+        """Make tasks of the operators since the last segment; later ones get the name `name`."""
         if self._busy_s or self._host_s:
             if self._on_cpu:
                 self._add("compute", self._busy_s + self._host_s, ())
@@ -224,7 +224,7 @@ class _Tasks:
                 before = self._host
                 self._host = self._add("host", self._host_s, ())
                 self._add("compute", self._busy_s, (before,))
-                self._add("compute", 0.0, (self._host,))  # It does not end before it is issued.
+                self._add("compute", 0.0, (self._host,))  # It ends after it was issued.
             self._busy_s = self._host_s = 0.0
         self._name = name
 
@@ -240,14 +240,14 @@ class _Tasks:
         return next((task for task in reversed(self._tasks) if task.lane == lane), None)
 
     def _take(self, nbytes: int) -> None:
-        """Let the next gather wait for its memory: what compute gave back comes first."""
+        """Let the next gather wait for its memory; memory from compute is taken first."""
         free = self._returned[nbytes]
         at = next((i for i, task in enumerate(free) if task and task.lane == "compute"), 0)
         if free and (task := free.pop(at)) is not None:
             self._taken.append(task)
 
     def _collective(self, event: StepEvent) -> None:
-        """Start a collective, or let the one that started just before take this along."""
+        """Start a collective, or add this one to the collective that started just before."""
         joined = self._joined if self._joined and self._joined[0] == event.kind else None
         name = self._name
         self._end_segment(event.name)
@@ -268,12 +268,12 @@ class _Tasks:
         self._under_way[lane, event.group].append(task)
 
     def _sent_s(self, event: StepEvent, nbytes: int) -> float:
-        """Return the time of a collective like that of an event, of so many bytes."""
+        """Return the time of a collective like that of an event, with `nbytes` bytes."""
         span = self._world_size if event.axis == "replicate" else event.num_ranks
         return self._profile.collective_s(_OPS[event.kind], nbytes, event.num_ranks, span)
 
     def _wait(self, event: StepEvent) -> None:
-        """Let compute wait for what was started for the group of the event."""
+        """Let compute wait for the collectives of the event's group."""
         self._end_segment(self._name)
         self._joined = None
         gathers = self._under_way.pop(("gather", event.group), None)
@@ -285,16 +285,16 @@ class _Tasks:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """Something that takes time.
+    """A task that takes time on a lane.
 
     Attributes:
-        lane: Name of what it runs on: ``host``, ``compute``, or a stream of collectives. Tasks of a
-            lane run one after the other, in the order in which they are given.
-        seconds: Time that it takes if nothing runs beside it.
-        after: Tasks that end before it begins.
-        name: Name of it.
-        link: Name of what its bytes travel over; empty: it sends none.
-        begin: Time of the beginning in seconds; set by `replay`.
+        lane: Name of the lane on which it runs: ``host``, ``compute``, or a stream of collectives.
+            Tasks of a lane run one after another, in the given order.
+        seconds: Time that it takes if nothing else runs.
+        after: Tasks that must end before it begins.
+        name: Name of the task.
+        link: Name of the link on which it sends bytes; empty: it sends none.
+        begin: Start in seconds; set by `replay`.
         end: Time of the end.
     """
 
@@ -308,14 +308,14 @@ class Task:
 
 
 def replay(tasks: Iterable[Task], overlap: float) -> float:
-    """Set the times of tasks, and return the time of the last end.
+    """Set the times of tasks, and return the time at which the last one ends.
 
-    Collectives on one link share it. A collective and compute at the same time hinder each other:
-    what would take both a second takes them ``2 - overlap`` seconds together.
+    Collectives on one link share it. A collective and compute at the same time slow each other
+    down: if both take a second alone, they take ``2 - overlap`` seconds together.
 
     Args:
-        tasks: Tasks, each behind those that it comes after.
-        overlap: Part of a collective that costs compute beside it nothing.
+        tasks: Tasks, each one after all tasks that it waits for.
+        overlap: Part of a collective that does not slow concurrent compute.
     """
     lanes: dict[str, deque[Task]] = defaultdict(deque)
     for task in tasks:
@@ -341,7 +341,7 @@ def replay(tasks: Iterable[Task], overlap: float) -> float:
 def _start_ready(
     lanes: dict[str, deque[Task]], running: dict[str, Task], left: dict[str, float], now: float
 ) -> None:
-    """Start what may start; what takes no time ends at once, and may let others start."""
+    """Start all tasks that may start; tasks without duration end at once and may release others."""
     has_changed = True
     while has_changed:
         has_changed = False

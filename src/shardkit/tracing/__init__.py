@@ -1,4 +1,4 @@
-"""What happens in the steps of all ranks: recorded, and shown."""
+"""Recording and showing the steps of all ranks."""
 
 from shardkit.tracing.recorder import Recording, record
 

@@ -1,4 +1,4 @@
-"""One clock for all ranks: what each rank's own clock reads when that of rank 0 reads something."""
+"""One clock for all ranks: each rank's clock is compared with that of rank 0."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NUM_TRIPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A comparison with rank 0's clock, or a line through several: turns times into its times.
+    """A comparison with rank 0's clock, or a line through several; converts times to rank 0's.
 
     Attributes:
-        at_s: Moment of the first comparison in seconds of this rank's clock.
-        offset_s: Seconds that rank 0's clock was ahead then.
-        drift: Seconds that rank 0's clock gains in each second of this rank's.
+        at_s: Time of the first comparison in seconds of this rank's clock.
+        offset_s: Seconds by which rank 0's clock was ahead at that time.
+        drift: Seconds that rank 0's clock gains in each second of this rank's clock.
         error_s: Largest possible error of `offset_s` in seconds: half of the fastest round trip.
     """
 
@@ -33,19 +33,19 @@ class Clock:
 
     @classmethod
     def through(cls, readings: Sequence[Clock]) -> Clock:
-        """Return the line through the first and the last reading; without any, the same clock."""
+        """Return the line through the first and the last reading; no readings mean equal clocks."""
         if not readings:
             return cls()
         first, last = readings[0], readings[-1]
         taken_s = last.at_s - first.at_s
-        # Readings that differ by no more than their errors say nothing of a drift.
+        # Readings that differ by no more than their errors do not show a drift.
         gained_s = last.offset_s - first.offset_s
         is_known = taken_s > 0 and abs(gained_s) > first.error_s + last.error_s
         drift = gained_s / taken_s if is_known else 0.0
         return cls(first.at_s, first.offset_s, drift, max(first.error_s, last.error_s))
 
     def align(self, time_s: float) -> float:
-        """Return the time of rank 0 at a time of this rank, both in seconds."""
+        """Return rank 0's time for a time of this rank, both in seconds."""
         return time_s + self.offset_s + self.drift * (time_s - self.at_s)
 
 
@@ -60,7 +60,7 @@ def read_clock(
 ) -> Clock:
     """Compare this rank's clock with that of rank 0. Collective.
 
-    Rank 0 answers one rank after the other. Of several round trips the fastest counts.
+    Rank 0 answers one rank after another. The fastest of several round trips counts.
 
     Args:
         store: Store of the process group.
@@ -71,7 +71,7 @@ def read_clock(
         now: Function that returns this rank's time in seconds.
 
     Raises:
-        StateError: A rank did not come.
+        StateError: A rank did not take part.
 
     Cost: 12 round trips for each rank through the store, about 0.3 ms each on one host.
     Source: NTP, RFC 5905, section 8.

@@ -1,4 +1,4 @@
-"""``python -m shardkit trace``: tables in the terminal, and files to look at."""
+"""``python -m shardkit trace``: tables in the terminal, and files to view."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trace_command(
         bool, typer.Option("--no-files", help="Print the tables only.")
     ] = False,
 ) -> None:
-    """Show where the time of steps goes on all ranks, and who is late.
+    """Show where the time of steps goes on all ranks, and which ranks are late.
 
     Writes trace.html (a page that needs no network) and trace.json.gz (for ui.perfetto.dev).
     """

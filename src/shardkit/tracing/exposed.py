@@ -1,11 +1,11 @@
 """Where the time of a step goes: by group and cause, on each rank.
 
-A **step** ends with an optimizer's step that a forward follows, and the next one begins there. Without
-optimizers of torch it begins with a forward that a backward comes before. What comes after the last
-end is no step.
+A **step** ends at the end of an optimizer's step that a forward follows; the next step begins
+there. Without optimizers of torch, a step begins with a forward that follows a backward. Events
+after the last end belong to no step.
 
-A step of a rank is cut into slices that neither overlap nor leave anything out, so their sum is the
-step. What a slice is decides its compute stream (on the CPU the process itself), in this order:
+The step of a rank is cut into slices without overlaps or gaps, so their sum is the step. The rank's
+compute stream (on the CPU the process itself) decides what a slice is, in this order:
 
 | at an instant, the rank | cause | group |
 | --- | --- | --- |
@@ -19,26 +19,28 @@ step. What a slice is decides its compute stream (on the CPU the process itself)
 
 ``host``, ``rank N``, ``network`` and ``link`` are the **exposed** time of communication.
 
-**A link is slow.** Where one rank alone has a collective later than all others, which waited for it as
-well, the time from the last of them on is ``link``, that of this rank. So is, of three ranks and more,
-the time for which one rank alone has it and all others wait: what they wait for comes from there.
-Both only where this is longer than 0.1 ms, than clocks differ, and than half of what the ranks that
-had it before waited for the network themselves: collectives never end everywhere at once. With
-three ranks, that one has it alone may be its link or those of both others.
-Of a reduction over two axes only the second half is seen: the first has no wait of its own.
+**A link is slow.** Suppose that one rank finishes a collective later than all others, which also
+waited for it. Then the time after the last of the others is ``link``, of this rank. The same holds,
+among three or more ranks, while only one rank has finished and all others wait: they wait for data
+from that rank. Both count only if the time is longer than 0.1 ms, than the difference of clocks,
+and than half of the time for which the ranks that finished before waited for the network
+themselves: collectives never end everywhere at once. With three ranks, if only one has finished,
+the cause may be its link or those of both others. Of a reduction over two axes only the second half
+is seen, because the first has no wait of its own.
 
-**Rank N came late.** A collective moves nothing until the last of its ranks has issued it. Until then
-the others wait for that rank, L. But L may be late because it waited before, for a third rank or for
-the network. So a wait for L is compared with what L and the waiting rank did since they last met in a
-collective: as far as L waited longer for a third rank than the waiting rank did, the cause is that
-rank; as far as L waited longer for the network, ``network``; only the rest is ``rank L``. (If these
-sum up to more than the wait, they share it in proportion.) What L waited for has been divided in the
-same way before, so a delay is followed through any number of ranks.
+**Rank N came late.** A collective moves nothing until the last of its ranks has issued it. Until
+then the others wait for that rank, L. But L may be late because it waited before, for a third rank
+or for the network. So a wait for L is compared with the waits of L and of the waiting rank since
+they last met in a collective. As far as L waited longer for a third rank than the waiting rank did,
+the cause is that rank. As far as L waited longer for the network, the cause is ``network``. Only
+the rest is ``rank L``. (If these sum up to more than the wait, they share it in proportion.) The
+earlier waits of L have been divided in the same way before, so a delay is followed through any
+number of ranks.
 
-Collectives of different ranks are the same one if they go over the same ranks, are of the same kind,
-and as many came before them since the record began. An all-reduce that follows a reduce-scatter is
-issued when that has what it needs from all of its ranks; on the CPU, where the process issues it
-while it waits, not before the wait.
+Collectives of different ranks are the same one if they go over the same ranks, are of the same
+kind, and have the same number of predecessors since the record began. An all-reduce that follows a
+reduce-scatter counts as issued when the reduce-scatter has its data from all of its ranks; on the
+CPU, where the process issues it while it waits, not before the wait.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ COMPUTE, OUTSIDE, DATA, OPTIMIZER = "compute", "outside", "data", "optimizer"
 HOST, NETWORK, LINK = "host", "network", "link"
 FORWARD, BACKWARD = "forward", "backward"
 _LEAST_LINK_S, _LINK_SHARE = 1e-4, 0.5
-_NO_TIME_S = 1e-7  # Less than clocks tell apart.
+_NO_TIME_S = 1e-7  # Less than clocks can distinguish.
 _FIRST, _SECOND = frozenset({"gather", "reduce_scatter"}), "all_reduce"
 
 
@@ -70,9 +72,9 @@ class TimeSlice(NamedTuple):
         end: Time in seconds of rank 0's clock.
         step: Number of the step.
         phase: Name of the phase: data, forward, backward or optimizer.
-        group: Name of the group; "" where none is concerned.
-        cause: Cause, as the module's table has it.
-        late_rank: Number of the rank that came late, or whose link is slow; -1: another cause.
+        group: Name of the group; "" for no group.
+        cause: Cause, as in the module's table.
+        late_rank: Number of the rank that came late, or whose link is slow; -1 for other causes.
     """
 
     begin: float
@@ -85,12 +87,12 @@ class TimeSlice(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Length of the slice."""
         return self.end - self.begin
 
     @property
     def is_exposed(self) -> bool:
-        """Whether it is exposed communication."""
+        """Whether the slice is exposed communication."""
         return self.cause in {HOST, NETWORK} or self.late_rank >= 0
 
 
@@ -105,18 +107,18 @@ class _Span(NamedTuple):
 # --- waits ----------------------------------------------------------------------------------------
 
 _Key = tuple[int, str, int]
-"""A collective: the number of its set of ranks, its kind, how many came before it."""
+"""A collective: the number of its set of ranks, its kind, and the number of those before it."""
 
 
 class _Issued(NamedTuple):
-    """When a rank issued a collective, and which one; None: nobody else takes part."""
+    """The start of a collective on a rank, and its key; None if no other rank takes part."""
 
     begin: float
     key: _Key | None
 
 
 class _Awaited(NamedTuple):
-    """A wait, and the collectives that it was for: one, or a reduce-scatter and its all-reduce."""
+    """A wait, and its collectives: one, or a reduce-scatter and the all-reduce after it."""
 
     begin: float
     end: float
@@ -126,7 +128,7 @@ class _Awaited(NamedTuple):
 
 
 class Waits:
-    """The waits of all ranks, cut by what they are for.
+    """The waits of all ranks, cut by their causes.
 
     Args:
         records: Records of all ranks.
@@ -142,7 +144,7 @@ class Waits:
         self._members = [frozenset(ranks) for ranks in self._sets]
         self._met: dict[int, dict[int, float]] = {rank: {} for rank in awaited}
         self._done: dict[_Key, dict[int, tuple[float, int]]] = collections.defaultdict(dict)
-        # A wait for a rank is divided by what that rank waited for before: the earlier waits first.
+        # A wait for a rank is divided by the earlier waits of that rank, so these come first.
         in_order = []
         for rank, of in awaited.items():
             for number, wait in enumerate(of):
@@ -157,15 +159,15 @@ class Waits:
         self._note_links(max(_LEAST_LINK_S, 2 * max(errors, default=0.0)))
 
     def of(self, rank: int) -> Sequence[_Span]:
-        """Return the parts of a rank's waits in order."""
+        """Return the parts of a rank's waits, in order."""
         return self._cuts[rank]
 
     # --- who came when ---
 
     def _awaited_of(self, record: RankRecord) -> list[_Awaited]:
-        """Return a rank's waits with their collectives, and note when it issued those."""
+        """Return a rank's waits with their collectives, and note when it issued these."""
         rank = record.header.rank
-        # One rank alone is awaited by nobody.
+        # Nothing waits for an axis of one rank.
         sets = {
             name: self._sets.setdefault(tuple(ranks), len(self._sets))
             for name, ranks in record.header.axes.items()
@@ -173,7 +175,7 @@ class Waits:
         }
         counts: collections.Counter[tuple[int, str]] = collections.Counter()
         issued: dict[int, _Issued] = {}
-        for event in record.events:  # In the order of their begin.
+        for event in record.events:  # In the order of their start.
             if event.kind not in _FIRST and event.kind != _SECOND:
                 continue
             number = sets.get(f"{event.axis} {event.num_ranks}")
@@ -183,7 +185,7 @@ class Waits:
                 counts[number, event.kind] += 1
                 self._came[key][rank] = event.begin
             issued[event.opened] = _Issued(event.begin, key)
-        # A collective ends when it has been waited for: the waits before that, since it began.
+        # A collective ends when it has been awaited: it owns the earlier waits since its start.
         open_waits: dict[int, list[StepEvent]] = collections.defaultdict(list)
         seconds: dict[int, _Issued] = {}
         found: list[_Awaited] = []
@@ -209,7 +211,7 @@ class Waits:
     def _note_second(
         self, records: Sequence[RankRecord], awaited: Mapping[int, Sequence[_Awaited]]
     ) -> None:
-        """Correct when ranks issued all-reduces that follow a reduce-scatter."""
+        """Correct the times at which ranks issued all-reduces that follow a reduce-scatter."""
         for record in records:
             rank = record.header.rank
             for wait in awaited[rank]:
@@ -220,7 +222,7 @@ class Waits:
                 self._came[wait.second.key][rank] = max(at, wait.second.begin)
 
     def _last(self, issued: _Issued, rank: int) -> tuple[float, int]:
-        """Return when the last rank issued a collective, and which rank that was."""
+        """Return when the last rank issued a collective, and the number of that rank."""
         if issued.key is None:
             return issued.begin, rank
         last = self._last_of.get(issued.key)
@@ -232,7 +234,7 @@ class Waits:
     # --- what a wait was for ---
 
     def _cut(self, rank: int, wait: _Awaited, part: int) -> None:
-        """Cut a wait of a rank, or of one for two collectives the first or second part."""
+        """Cut a wait of a rank; of a wait for two collectives, cut the first or the second part."""
         cuts = self._cuts[rank]
         begin = max(wait.begin, cuts[-1].end) if cuts else wait.begin
         of = (wait.first, wait.second)[part]
@@ -258,11 +260,11 @@ class Waits:
             is_end = bool(cuts) and cuts[-1].cause == NETWORK and cuts[-1].end == wait.end
             self._done[of.key][rank] = (wait.end, len(cuts) - 1 if is_end else -1)
             last, _ = self._last(of, rank)
-            if last <= wait.end:  # Else it was for a part of it only, as over one of several axes.
+            if last <= wait.end:  # Otherwise only for a part, such as one of several axes.
                 self._met[rank][of.key[0]] = last
 
     def _note_links(self, least_s: float) -> None:
-        """Tell apart what one rank alone waited for, or all others but one."""
+        """Separate the waits of one rank alone, and those of all ranks but one."""
         links: dict[int, dict[int, _Span]] = collections.defaultdict(dict)
 
         def note(rank: int, at: int, since: float, until: float, late: int) -> None:
@@ -293,19 +295,19 @@ class Waits:
             ]
 
     def _least(self, least_s: float, rank: int, at: int) -> float:
-        """Return how much longer than `rank`, with its wait for the network, a link takes."""
+        """Return the least time of a slow link, beyond the time of `rank` with its network wait."""
         cut = self._cuts[rank][at] if at >= 0 else None
         return max(least_s, _LINK_SHARE * (cut.end - cut.begin) if cut else 0.0)
 
     def _divide(self, rank: int, late: int, span: _Span) -> Iterator[_Span]:
-        """Yield the parts of a wait for `late` by what made that rank late."""
+        """Yield the parts of a wait for `late`, by what made that rank late."""
         met = [at for number, at in self._met[rank].items() if late in self._members[number]]
         since = max(met, default=float("-inf"))
         causes = _seconds_waited(self._cuts.get(late, ()), since)
         causes.subtract(_seconds_waited(self._cuts[rank], since))
         owed = {cause: seconds for cause, seconds in causes.items() if seconds > _NO_TIME_S}
         owed.pop(late, None)
-        owed.pop(rank, None)  # Nobody waits for himself.
+        owed.pop(rank, None)  # No rank waits for itself.
         whole = span.end - span.begin
         share = min(1.0, whole / sum(owed.values())) if owed else 0.0
         at = span.begin
@@ -321,13 +323,13 @@ class Waits:
 
 
 def _split(cut: _Span, inner: _Span) -> list[_Span]:
-    """Return a span with another one in the place of a part of it."""
+    """Return a span in which another one replaces a part."""
     before, after = cut._replace(end=inner.begin), cut._replace(begin=inner.end)
     return [each for each in (before, inner, after) if each.begin < each.end]
 
 
 def _seconds_waited(cuts: Sequence[_Span], since: float) -> collections.Counter[int]:
-    """Return how long a rank has waited since a time, by the late rank; -1: for the network."""
+    """Return how long a rank has waited since a time, by the late rank; -1 is the network."""
     sums: Any = collections.Counter()
     for cut in reversed(cuts):
         if cut.end <= since:
@@ -378,7 +380,7 @@ def slices_of(record: RankRecord, waits: Waits) -> list[TimeSlice]:
 
 
 def _topmost(*layers: Iterable[_Span]) -> list[_Span]:
-    """Return spans without overlaps: at each instant the one of the last layer that began last."""
+    """Return spans without overlaps: the last layer wins, and in it the span that began last."""
     spans = sorted(
         (span.begin, -level, -span.begin, span.end, -number, span)
         for level, layer in enumerate(layers)
@@ -386,7 +388,7 @@ def _topmost(*layers: Iterable[_Span]) -> list[_Span]:
     )
     edges = sorted({edge for *_, span in spans for edge in (span.begin, span.end)})
     result: list[_Span] = []
-    under_way: list[tuple[Any, ...]] = []  # A heap, the topmost first.
+    under_way: list[tuple[Any, ...]] = []  # A heap with the topmost span first.
     top: tuple[Any, ...] = ()
     since, number = 0.0, 0
     for begin, end in itertools.pairwise(edges):
@@ -429,7 +431,7 @@ def _parts(record: RankRecord) -> Iterator[tuple[float, float, int, str]]:
 
 
 def _ends(phases: Sequence[_Span], optimizer_ends: Collection[float]) -> list[float]:
-    """Return where steps end. An optimizer's step inside of a backward is no end."""
+    """Return the ends of steps. An optimizer's step inside of a backward ends no step."""
     after = [each.cause for each in phases[1:]]
     ends = [
         phase.end
@@ -447,7 +449,7 @@ def _ends(phases: Sequence[_Span], optimizer_ends: Collection[float]) -> list[fl
 
 
 def seconds_by(slices: Iterable[TimeSlice], *names: str) -> dict[Any, float]:
-    """Return the seconds of slices by a tuple of fields of them, such as ``"group", "cause"``."""
+    """Return the seconds of slices, summed by some fields such as ``"group", "cause"``."""
     sums: dict[Any, float] = collections.defaultdict(float)
     for each in slices:
         sums[tuple(getattr(each, name) for name in names)] += each.seconds

@@ -1,27 +1,28 @@
-"""Which rank is late, in which phase and group, from what all ranks did.
+"""The ranks that are late, with phase and group, from what all ranks did.
 
-What a rank does itself in a phase of a step is compared with the median of the others in the same
-step: what all ranks do longer at once, as in a longer batch, is nobody's lateness. In the same way,
-and apart from that, the time for which a rank's link keeps itself or others waiting (`exposed`).
+A rank's own work in a phase of a step is compared with the median of the other ranks in the same
+step. If all ranks take longer at once, as for a longer batch, no rank is late. The time for which a
+rank's link makes that rank or others wait (`exposed`) is compared in the same way, separately.
 
-- A rank is **slow** where the median of the last five steps is behind by 2 % of a step, and by 3.1
-  standard deviations of this difference. The deviation is the larger of that of all ranks together
-  and of the rank itself; of each, the largest of three: of changes from step to step, of changes
-  within four steps, and of distances from the medians in and outside of the steps in which the rank
-  seems to be slow. A jump needs changes from step to step only, for no drift jumps: each of three
-  steps is behind more than each of the three before them, by 5 deviations of these. Where distances
-  are larger than changes, neighbouring steps are alike, and five of them count as fewer.
-  So a delay of 3 % of a step is found within five steps while times vary by less than 0.2 % of a
-  step. Where they vary more, it takes more steps: in the last 10, 20, 40, ... steps, and in all of
-  them, the deviations count less, by the root of their number. Of windows before the end only
-  those count that are a quarter of all steps: on processors that do other work, too, a rank is
-  behind for some steps now and then. The widest window in which a rank is slow says by how much,
-  and so where that begins and ends.
-- A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
-  deviations, by more than 2 % of all time together. If it is so in more than three quarters of all
-  steps, it is slow.
+- A rank is **slow** if the median of the last five steps is behind by 2 % of a step, and by 3.1
+  standard deviations of this difference. The deviation is the larger one of that of all ranks
+  together and that of the rank itself. Each of these is the largest of three: of changes from step
+  to step, of changes within four steps, and of distances from the medians, in and outside of the
+  steps in which the rank seems to be slow. A jump needs only changes from step to step, because a
+  drift does not jump: each of three steps is behind more than each of the three before them, by 5
+  deviations of these. If distances are larger than changes, adjacent steps are alike, and five of
+  them count as fewer.
+  So a delay of 3 % of a step is found within five steps, if times vary by less than 0.2 % of a
+  step. If they vary more, it takes more steps: in the last 10, 20, 40, ... steps, and in all of
+  them, the deviations count less, by the root of their number. Windows before the end count only
+  if they are a quarter of all steps: on processors that also do other work, a rank is behind for
+  some steps now and then. The widest window in which a rank is slow defines the delay, and so
+  where it begins and ends.
+- A rank is **irregular** if it is not slow, and in some steps is behind by 5 % of a step and by 5
+  deviations, by more than 2 % of all time together. If that holds for more than three quarters of
+  all steps, the rank is slow.
 
-Where a rank is slow in several phases, as with a part of a processor, each is named.
+If a rank is slow in several phases, as when its processor is slower, each phase is named.
 
 Three of five independent normal values are above 3.1 deviations once in 100 million windows. This
 is not the rate of false alarms: a deviation is an estimate, and times are neither independent nor
@@ -48,11 +49,11 @@ _LEAST = 0.02
 _DEVIATIONS = 3.1
 _PARTS = 4
 _MOST_ALIKE = 0.97  # A correlation that leaves one of 66 values.
-_DOUBT = 2.0  # How much less a deviation is worth that comes from few independent values.
-_PAIR = 2  # Those of three that wait for the third one.
+_DOUBT = 2.0  # Factor of doubt for deviations of few independent values.
+_PAIR = 2  # Two of three ranks wait for the third one.
 _BESIDE, _JUMP_DEVIATIONS = 3, 5.0
 _SPIKE, _SPIKE_DEVIATIONS = 0.05, 5.0
-_NORMAL = 1.4826  # of the median of absolute values, for a standard deviation
+_NORMAL = 1.4826  # from the median of absolute values to a standard deviation
 
 
 class LateRank(NamedTuple):
@@ -61,14 +62,14 @@ class LateRank(NamedTuple):
     Attributes:
         rank: Number of the rank.
         phase: Phase in which it is behind.
-        group: Group in which it is; "" where it is outside of groups.
-        kind: ``slow``: in each step; ``irregular``: in some; ``slow link``, ``irregular link``: not
-            what it does itself, but what it sends or receives.
-        seconds: Time that it is behind in such a step, in seconds.
-        share: The same as a part of a step.
+        group: Group in which it is behind; "" outside of groups.
+        kind: ``slow``: in each step; ``irregular``: in some steps; ``slow link``, ``irregular
+            link``: the delay is not in its own work, but in what it sends or receives.
+        seconds: Delay in such a step, in seconds.
+        share: Delay as a part of a step.
         first_step: Number of the first such step.
         num_steps: Number of such steps.
-        is_unsure: Whether it may be the links of all others as well.
+        is_unsure: Whether the links of all other ranks may be the cause instead.
     """
 
     rank: int
@@ -94,16 +95,16 @@ class LateRank(NamedTuple):
 
 
 def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
-    """Return ranks that are late, the one that costs most first.
+    """Return ranks that are late, the most costly one first.
 
     Args:
         by_rank: Slices of each rank, as `slices_of` returns them.
     """
-    if len(by_rank) < 2:  # noqa: PLR2004 - nobody to compare with
+    if len(by_rank) < 2:  # noqa: PLR2004 - no other rank to compare with
         return []
     tables = {"": _own_seconds(by_rank), " link": _link_seconds(by_rank)}
     common = set.intersection(*({each.step for each in slices} for slices in by_rank.values()))
-    steps = sorted(common)[1:]  # The first one makes what others reuse.
+    steps = sorted(common)[1:]  # The first step makes what others reuse.
     if len(steps) < WINDOW:
         return []
     lengths = seconds_by(by_rank[min(by_rank)], "step")
@@ -133,7 +134,7 @@ _Seconds = dict[tuple[int, str, str], float]
 
 
 def _own_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:
-    """Return for each rank what it does itself."""
+    """Return the seconds of each rank's own work."""
     own = {}
     for rank, slices in by_rank.items():
         done = (each for each in slices if not each.is_exposed or each.cause == HOST)
@@ -142,7 +143,7 @@ def _own_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Secon
 
 
 def _link_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:
-    """Return for each rank how long its link keeps one waiting: itself, or of others the most."""
+    """Return the longest time for which each rank's link makes itself or another rank wait."""
     most: dict[int, _Seconds] = {rank: collections.defaultdict(float) for rank in by_rank}
     for slices in by_rank.values():
         links = (each for each in slices if each.cause == LINK)
@@ -154,7 +155,7 @@ def _link_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seco
 
 
 def _waiting(by_rank: Mapping[int, Sequence[TimeSlice]], late: int, phase: str) -> list[int]:
-    """Return the ranks that wait for the link of another one, rather than it itself: most of it."""
+    """Return the other ranks that wait for a rank's link more than half of the longest time."""
     seconds = {
         rank: seconds_by(slices, "cause", "late_rank", "phase").get((LINK, late, phase), 0.0)
         for rank, slices in by_rank.items()
@@ -172,15 +173,15 @@ def _summed(of: _Seconds) -> dict[tuple[int, str], float]:
 
 
 def _behind(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """Return how far each rank is behind the median of the others, step by step."""
+    """Return the delay of each rank behind the median of the others, step by step."""
     ranks = list(table)
     behind: dict[int, list[float]] = {rank: [] for rank in ranks}
     for values in zip(*table.values(), strict=True):
         ordered = sorted(values)
-        last = len(values) - 2  # Index of the last one of the others.
+        last = len(values) - 2  # Last index among the others.
         low, high = last // 2, (last + 1) // 2
         for rank, value in zip(ranks, values, strict=True):
-            # Without this one, what comes after it moves one place down.
+            # Without this rank, the values after it move one place down.
             left = ordered[low] if ordered[low] < value else ordered[low + 1]
             right = ordered[high] if ordered[high] < value else ordered[high + 1]
             behind[rank].append(value - (left + right) / 2)
@@ -193,9 +194,9 @@ def _deviation(distances: Sequence[float]) -> float:
 
 
 def _changes(values: Sequence[float], lag: int = 1) -> list[float]:
-    """Return how much values change within `lag` steps, as if each were their deviation.
+    """Return the changes of values within `lag` steps, scaled to deviations of one value.
 
-    Where a delay begins or ends is one change only.
+    The begin or the end of a delay is only one change.
     """
     return [
         abs(after - before) / math.sqrt(2)
@@ -209,7 +210,7 @@ def _judge(
     of_all: Callable[[int, int], tuple[float, float]],
     step_s: float,
 ) -> tuple[str, list[int]]:
-    """Return how a rank is behind, and the indices of the steps; none: it is not.
+    """Return how a rank is behind, and the indices of the steps; empty: it is not behind.
 
     Args:
         values: Seconds by which the rank is behind, by step.
@@ -221,7 +222,7 @@ def _judge(
     doubled = (WINDOW << power for power in range(number.bit_length()))
     level, change = 0.0, max(pooled, _deviation(_changes(values)))
     for width in (*(width for width in doubled if width < number), number):
-        # The median of more values varies less.
+        # A median of more values varies less.
         least = max(_LEAST * step_s, _DEVIATIONS * pooled * math.sqrt(WINDOW / width))
         is_short = width * _PARTS < number
         for begin in range(number - width if is_short else 0, number - width + 1, width // WINDOW):
@@ -246,7 +247,7 @@ def _judge(
 
 
 def _jump(values: Sequence[float], at: int) -> float:
-    """Return by how much each of some steps from `at` on is behind more than each before it."""
+    """Return the least difference between steps from `at` on and steps before it."""
     before, after = values[max(at - _BESIDE, 0) : at], values[at : at + _BESIDE]
     return min(after) - max(before) if len(before) == len(after) == _BESIDE else 0.0
 
@@ -261,7 +262,7 @@ def _chance(
     number = len(values)
     cuts = extent.start, extent.stop
     deviation, correlation = map(max, _variation([values], *cuts), of_all(*cuts))
-    # What so few values show of a correlation is too small by about this.
+    # A correlation from so few values is too small by about this.
     correlation = min(correlation + (1 + 4 * correlation) / number, _MOST_ALIKE)
     independent = (1 - correlation) / (1 + correlation)
     inside = max(1.0, width * independent)
@@ -270,9 +271,9 @@ def _chance(
 
 
 def _variation(ranks: Sequence[Sequence[float]], begin: int, stop: int) -> tuple[float, float]:
-    """Return the deviation of the values of some ranks, and how neighbours are correlated.
+    """Return the deviation of the values of some ranks, and the correlation of adjacent values.
 
-    Before a window, in it, and behind it values have medians of their own: a delay that lasts is no
+    The values before, in and after a window have separate medians, so that a lasting delay is no
     deviation.
     """
     cuts = (slice(begin), slice(begin, stop), slice(stop, None))
@@ -282,7 +283,7 @@ def _variation(ranks: Sequence[Sequence[float]], begin: int, stop: int) -> tuple
     spread = _deviation([abs(value - center) for part, center in pairs for value in part])
     change = _deviation([each for part in parts for each in _changes(part)])
     slow_change = _deviation([each for part in parts for each in _changes(part, WINDOW - 1)])
-    # Of neighbours with a correlation r, changes have 1 - r of the variance.
+    # If adjacent values have a correlation r, changes have 1 - r of the variance.
     correlation = 1 - (change / spread) ** 2 if spread > change else 0.0
     return max(spread, change, slow_change), correlation
 
@@ -290,8 +291,8 @@ def _variation(ranks: Sequence[Sequence[float]], begin: int, stop: int) -> tuple
 def _extent(values: Sequence[float], level: float) -> range:
     """Return the indices of the steps in which a rank is behind by about `level`.
 
-    It is the run with the largest sum of values above half the level (Kadane), one value
-    counting no more than the level.
+    It is the run with the largest sum of values above half the level (Kadane), where each value
+    counts at most as the level.
     """
     best, most = range(0), 0.0
     begin, total = 0, 0.0
@@ -311,7 +312,7 @@ def _group_of(
     steps: Sequence[int],
     seconds: float,
 ) -> str:
-    """Return the group in which a rank is behind most, if that is half of all or more."""
+    """Return the group in which a rank is behind most, if that is at least half of the delay."""
     groups = {group for _, of, group in of_group[rank] if of == phase and group}
     others = [each for each in of_group if each != rank]
     best, most = "", seconds / 2

@@ -1,8 +1,8 @@
-"""One page of all ranks (HTML): it needs nothing else, and no network.
+"""One HTML page of all ranks, which needs no other file and no network.
 
-Ranks with few events in all are shown event by event. Of many ranks some are, those that are late
-among them; of the others each of a thousand parts of the time has the cause that fills most of it.
-A row for what a plan expects of each step may stand above them.
+Ranks with few events in all are shown event by event. Of many ranks, only some are shown so, the
+late ones among them. For the others, time is divided into a thousand parts, and each part shows the
+cause that fills most of it. Above the ranks, a row may show the plan of each step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _ROUNDED_S = 1e-9  # Differences of times are rounded.
 
 
 class PlannedStep(NamedTuple):
-    """What ``python -m shardkit plan --hardware ... --json`` expects of a step.
+    """The step that ``python -m shardkit plan --hardware ... --json`` predicts.
 
     Attributes:
         seconds: Time of the step.
         exposed_s: Part of it that collectives cost.
-        spans: Lane, name, begin and end of what runs, from the beginning of the step on.
+        spans: Lane, name, begin and end of all work, from the start of the step on.
     """
 
     seconds: float
@@ -53,10 +53,10 @@ class PlannedStep(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> PlannedStep:
-        """Read a plan that was saved.
+        """Read a plan from a file.
 
         Raises:
-            StateError: It is none, or has no times.
+            StateError: The file is no plan, or has no times.
         """
         try:
             time = json.loads(path.read_text(encoding="utf-8"))["time"]
@@ -81,7 +81,7 @@ class PlannedStep(NamedTuple):
                 raise ValueError(msg)
 
     def __str__(self) -> str:
-        """Return it as a sentence."""
+        """Return the planned step as a sentence."""
         ms = (self.seconds * 1e3, self.exposed_s * 1e3)
         return "The plan expects {:.2f} ms a step, of which collectives cost {:.2f} ms.".format(*ms)
 
@@ -92,7 +92,7 @@ def write_page(trace: Trace, path: Path, plan: PlannedStep | None = None) -> Non
     Args:
         trace: Records of all ranks.
         path: File to write.
-        plan: Step that was expected; it is shown at the beginning of each step of the first rank.
+        plan: Planned step; it is shown at the start of each step of the first rank.
     """
     content = json.dumps(_content(trace, plan), separators=(",", ":")).replace("<", "\\u003c")
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -137,7 +137,7 @@ def _content(trace: Trace, plan: PlannedStep | None) -> dict[str, Any]:
 
 
 def _parts(trace: Trace, rank: int, start: float, end: float) -> str:
-    """Return for each part of the time the number of the key that fills most of it, and 1."""
+    """Return for each part of the time the number of its longest key plus 1, in base64."""
     seconds: list[dict[int, float]] = [{} for _ in range(_NUM_PARTS)]
     length = (end - start) / _NUM_PARTS
     for each in trace.slices[rank]:
@@ -152,13 +152,13 @@ def _parts(trace: Trace, rank: int, start: float, end: float) -> str:
 
 
 _Row = tuple[float, float, int, int, str]
-"""Begin, end, lane, key and name of what the page shows."""
+"""Begin, end, lane, key and name of one item on the page."""
 
 
 def _planned_row(
     trace: Trace, plan: PlannedStep, start: float, names: dict[str, int]
 ) -> dict[str, Any]:
-    """Return the plan as if it were a rank, at the beginning of each step of the first one."""
+    """Return the plan in the form of a rank, at the start of each step of the first rank."""
     begins: dict[int, float] = {}
     for each in trace.slices[trace.records[0].header.rank]:
         begins.setdefault(each.step, each.begin)
@@ -173,7 +173,7 @@ def _planned_row(
 
 
 def _events(trace: Trace, number: int, start: float, names: dict[str, int]) -> dict[str, Any]:
-    """Return the columns of a rank's events; lanes: 0 what steps consist of, 1 gathers, ..."""
+    """Return the columns of a rank's events; lanes: 0 the parts of steps, 1 gathers, ..."""
     record = trace.records[number]
     rows: list[_Row] = []
     for each in trace.slices[record.header.rank]:
@@ -207,7 +207,7 @@ def _columns(
 
 
 def _base64(kind: str, values: Iterable[float]) -> str:
-    """Return numbers as the bytes of an array, the least significant byte first."""
+    """Return numbers as bytes of an array, the least significant byte first, in base64."""
     column = array.array(kind, values)
     if sys.byteorder == "big":
         column.byteswap()

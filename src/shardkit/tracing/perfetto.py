@@ -23,7 +23,7 @@ _US = 1e6
 
 
 def write_perfetto(trace: Trace, path: Path) -> None:
-    """Write ``.json.gz``; times are in rank 0's clock, from the first event on.
+    """Write ``.json.gz``; times are of rank 0's clock, from the first event on.
 
     Args:
         trace: Records of all ranks.
@@ -55,11 +55,11 @@ def _events_of(trace: Trace) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": args}
         for event in record.events:
             lane_of = _LANE_OF.get(event.kind)
-            if lane_of is not None and lane_of < 3:  # noqa: PLR2004 - what cannot overlap
+            if lane_of is not None and lane_of < 3:  # noqa: PLR2004 - lanes without overlaps
                 title = event.phase if event.kind == "pass" else event.name
                 yield span(lane_of, title, event.begin, event.end, phase=event.phase)
             elif lane_of is not None:
-                # Collectives overlap: each by its begin and its end.
+                # Collectives overlap, so each one has a start event and an end event.
                 name_of = f"{event.kind} {event.name}"
                 ends: dict[str, Any] = {"pid": rank, "tid": lane_of, "cat": event.kind}
                 ends |= {"id": event.opened, "name": name_of}

@@ -1,4 +1,4 @@
-"""A step of some ranks as a picture: what they compute, what they wait for, and for whom."""
+"""A step of some ranks as a picture: compute, waits, and the ranks that are waited for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOOKS = {
     "reduce": ("#a0793d", "reductions"),
     "memory": ("#bab0ac", "memory"),
 }
-"""Colour and title of each kind of thing that is shown."""
+"""Colour and title of each kind of slice."""
 _MAX_RANKS = 16
 _LANES = {"gather": (0.42, 0.13), "reduce_scatter": (0.27, 0.13), "all_reduce": (0.27, 0.13)}
 _STEP, _MEMORY = (0.6, 0.36), 0.22
@@ -38,7 +38,7 @@ _MS = 1e3
 
 
 def chosen_ranks(trace: Trace, limit: int) -> list[int]:
-    """Return at most `limit` ranks to look at: rank 0, late ones, the others evenly."""
+    """Return at most `limit` ranks to show: rank 0, late ones, the others evenly spaced."""
     ranks = [record.header.rank for record in trace.records]
     if len(ranks) <= limit:
         return ranks
@@ -53,7 +53,7 @@ def color_key(cause: str) -> str:
 
 
 def draw(trace: Trace, path: Path, step: int | None = None) -> None:
-    """Draw one step of up to 16 ranks into a file, of the kind that its name ends with.
+    """Draw one step of up to 16 ranks into a file, in the format of its suffix.
 
     Args:
         trace: Records of all ranks.
@@ -99,7 +99,7 @@ def draw(trace: Trace, path: Path, step: int | None = None) -> None:
 def curve_between(
     curve: Sequence[tuple[float, int]], begin: float, end: float
 ) -> list[tuple[float, int]]:
-    """Return the part of a curve of steps between two times, with its levels at both."""
+    """Return the part of a step curve between two times, with its levels at both."""
     before = [(begin, nbytes) for at, nbytes in curve if at < begin][-1:]
     found = before + [(at, nbytes) for at, nbytes in curve if begin <= at <= end]
     return [*found, (end, found[-1][1])] if found else []

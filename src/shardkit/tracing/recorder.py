@@ -1,4 +1,4 @@
-"""`record`: writes what happens in the steps of each rank into a folder."""
+"""`record` writes the events in the steps of each rank into a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist  # noqa: TID251 - compares clocks through the store of its group
+import torch.distributed as dist  # noqa: TID251 - clocks are compared through its store
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardkit")
 _BEGIN_LIMIT_S, _END_LIMIT_S = 300.0, 60.0
-_MAX_CALLS = 100_000  # Beginnings and ends; about 15 MB.
+_MAX_CALLS = 100_000  # Starts and ends; about 15 MB.
 _now = time.perf_counter
 _numbers = itertools.count()
 
@@ -47,7 +47,7 @@ class Recording:
 
     Attributes:
         folder: Folder of the files, one for each rank.
-        num_events: Number of events that were written.
+        num_events: Number of events written so far.
     """
 
     def __init__(self, folder: Path, header: RankHeader) -> None:
@@ -58,15 +58,15 @@ class Recording:
         self._is_broken = False
 
     def begin(self) -> AbstractContextManager[StepLog]:
-        """Return a context in which events are taken."""
+        """Return a context in which events are collected."""
         return _events.observed_by(self._log)
 
     def close(self, header: RankHeader) -> None:
-        """Write what is left."""
+        """Write the remaining events."""
         self._write(header)
 
     def _write(self, header: RankHeader | None = None) -> None:
-        """Write events, and the last header. Where a disk is full, training goes on without."""
+        """Write events, and the last header. On a full disk, training continues without them."""
         events = self._log.take()
         self.num_events += len(events)
         if self._is_broken:
@@ -85,22 +85,23 @@ class Recording:
 def record(
     model: nn.Module | None = None, folder: str | Path = "shardkit-trace"
 ) -> Iterator[Recording]:
-    """Record what happens in each step, on every rank, for ``python -m shardkit trace``.
+    """Record the events of each step, on every rank, for ``python -m shardkit trace``.
 
-    Call it on all ranks, at the same point of the script, around some steps: ten say as much as a
-    thousand. Each rank writes ``folder/rank-N.jsonl.gz`` when the context ends, and before that
-    when a forward or backward begins after 50,000 events. Ranks on several hosts need a folder that
-    they share, or their files are put into one folder afterwards.
+    Call it on all ranks, at the same point of the script, around some steps: ten steps show as much
+    as a thousand. Each rank writes ``folder/rank-N.jsonl.gz`` when the context ends, and also when
+    a forward or backward begins after 50,000 events. Ranks on several hosts need a shared folder;
+    otherwise copy their files into one folder afterwards.
 
-    Recorded are gathers and reductions, the waits for them, the forwards and backwards of groups
-    and roots, the memory of shardkit's buffers, and the steps of torch's optimizers. Times are
-    those of the host. On an accelerator that is when work was issued, and not when the device did
-    it; on XLA, when it was traced.
+    The record has gathers and reductions, the waits for them, the forwards and backwards of groups
+    and roots, the memory of shardkit's buffers, and the steps of torch's optimizers. Times are the
+    host's times. On an accelerator they show when work was issued, not when the device did it; on
+    XLA, when it was traced.
 
     Args:
-        model: Model whose groups are meant; None: all of this process. Only the ranks of its meshes
-            are taken from it.
-        folder: Folder to write to; it is made. Files of an earlier record are replaced.
+        model: Model whose groups are recorded; None: all of this process. Only the ranks of its
+            meshes are taken from it.
+        folder: Folder to write to, which is made if needed. Files of an earlier record are
+            replaced.
 
     Yields:
         The record.
@@ -109,10 +110,10 @@ def record(
         StateError: A record is being made already, ranks are threads of one process, or a rank did
             not call it within 300 seconds.
 
-    Cost: about 2 us for each event, of which a group has about 20 in a step, and 5 us and 10
-        bytes more when it is written; nothing once the context has ended. At its begin and end
-        ranks compare their clocks: twelve round trips of each rank through the store, one rank
-        after the other.
+    Cost: about 2 us for each event, of which a group has about 20 in a step, and 5 us and 10 bytes
+        more when it is written; nothing after the context has ended. At the start and the end of
+        the context, ranks compare their clocks: each rank makes twelve round trips through the
+        store, one rank after another.
     """
     rank, world_size = _place()
     if _events.observer is not None:
@@ -132,7 +133,7 @@ def record(
 
     target = Path(folder)
     if rank == 0:
-        remove_records(target)  # Before ranks meet: none has begun its own.
+        remove_records(target)  # Before ranks meet, so that no rank has begun.
     compare("begin", _BEGIN_LIMIT_S)
     groups = _groups_of(model)
     header = RankHeader(
@@ -156,7 +157,7 @@ def record(
         try:
             yield recording
         except BaseException:
-            recording.close(_with_axes(header, model))  # Other ranks may go on: nobody waits.
+            recording.close(_with_axes(header, model))  # Other ranks may go on: no rank waits.
             raise
     try:
         compare("end", _END_LIMIT_S)
@@ -167,7 +168,7 @@ def record(
 
 
 def _place() -> tuple[int, int]:
-    """Return the number of this rank, and that of ranks."""
+    """Return the number of this rank, and the number of ranks."""
     if torch_groups.ranks_are_threads():
         msg = (
             "shardkit.record needs a process for each rank, and ranks are threads of this one. "
@@ -180,18 +181,18 @@ def _place() -> tuple[int, int]:
 
 
 def _with_axes(header: RankHeader, model: nn.Module | None) -> RankHeader:
-    """Return the header with the axes of all groups that there are now."""
+    """Return the header with the axes of all present groups."""
     return dataclasses.replace(header, axes={**header.axes, **_axes_of(_groups_of(model))})
 
 
 def _groups_of(model: nn.Module | None) -> list[ParamGroup]:
-    """Return the groups of a model, or of this process; those of plans are none."""
+    """Return the groups of a model, or of this process; groups of plans do not count."""
     groups = known_groups() if model is None else groups_in(model, recurse=True)
     return [group for group in groups if not group.mesh.backend.is_dry]
 
 
 def _name_of_run(store: Any, key: str, rank: int) -> str:
-    """Return a name that rank 0 has made, on all ranks."""
+    """Return on all ranks a name that rank 0 has made."""
     if rank == 0:
         name = uuid.uuid4().hex
         if store is not None:
@@ -201,7 +202,7 @@ def _name_of_run(store: Any, key: str, rank: int) -> str:
 
 
 def _axes_of(groups: Iterable[ParamGroup]) -> dict[str, list[int]]:
-    """Return the ranks of axes by their names in events; none where two axes have one name."""
+    """Return the ranks of axes by their names in events; axes with the same name are left out."""
     found: dict[str, set[tuple[int, ...]]] = {}
 
     def add(name: str, ranks: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
-"""What one rank has recorded, as a file: lines of JSON, compressed.
+"""The file of one rank's record: lines of JSON, compressed.
 
-``rank-N.jsonl.gz`` holds, one object in each line:
+``rank-N.jsonl.gz`` holds one object in each line:
 
 | line | holds |
 | --- | --- |
@@ -8,7 +8,7 @@
 | others | ``strings``: names that are new; a column for each field of `StepEvent`: numbers of names, or whole numbers. ``begin`` is in nanoseconds of this rank's clock after the ``begin`` of the event before; ``end`` counts from ``begin`` |
 | last | ``clock``: the `Clock` of this rank, which turns its times into those of rank 0 |
 
-Each line is compressed by itself, so a file of a run that died can be read up to its last line.
+Each line is compressed separately, so the file of a run that died can be read up to its last line.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _WORDS = tuple(name for name in _FIELDS if name not in (*_NUMBERS, *_TIMES))
 
 @dataclass(slots=True)
 class RankHeader:
-    """What a file says before the events.
+    """The part of a file before the events.
 
     Attributes:
         rank: Number of the rank.
         world_size: Number of ranks.
         host: Name of its host.
         device: Type of its device.
-        run: Name of the record, the same on all ranks, and another one for each record.
+        run: Name of the record, the same on all ranks; each record has another one.
         axes: Ranks that communicate over each axis, by the axis' name in events and their number,
             such as ``shard 4``.
-        clock: Clock of this rank as far as it is known when the record begins.
+        clock: Clock of this rank, as known when the record begins.
     """
 
     rank: int
@@ -76,8 +76,8 @@ class RankRecord:
 
     Attributes:
         header: Header of the file, with the last clock that is known.
-        events: Events in the order of their begin, in seconds of rank 0's clock.
-        is_whole: Whether the record was ended, and not cut off.
+        events: Events in the order of their start, in seconds of rank 0's clock.
+        is_whole: Whether the record is complete, and not cut off.
     """
 
     header: RankHeader
@@ -86,7 +86,7 @@ class RankRecord:
 
 
 class PackedEvents(Sequence[StepEvent]):
-    """Events of a file, in a quarter of the memory; each is made when it is asked for.
+    """Events of a file, in a quarter of the memory; each event is made on access.
 
     Args:
         columns: Column of each field.
@@ -149,7 +149,7 @@ class RecordFile:
         self._append({"strings": list(self._numbers)[known:], **columns})
 
     def close(self, header: RankHeader) -> None:
-        """Write what is known at the end."""
+        """Write the last line, which holds what is known at the end."""
         self._append({"clock": dataclasses.asdict(header.clock), "axes": header.axes})
 
     def _append(self, content: dict[str, Any]) -> None:
@@ -168,7 +168,8 @@ def read_folder(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks in a folder, in rank order.
 
     Raises:
-        StateError: No record is there, a file is none, or they are of runs of different sizes.
+        StateError: There is no record, a file is no record, or the records are of runs of different
+            sizes.
     """
     paths = sorted(folder.glob("rank-*.jsonl.gz"))
     if not paths:
@@ -194,7 +195,7 @@ def read_record(path: Path) -> RankRecord:
     """Return the record in one file.
 
     Raises:
-        StateError: It is not a record.
+        StateError: The file is no record.
     """
     try:
         lines = _lines_of(path)
@@ -229,7 +230,7 @@ def read_record(path: Path) -> RankRecord:
 
 
 def _check_header(header: RankHeader) -> None:
-    """Refuse what no rank writes: the file may come from a stranger.
+    """Refuse a header that no rank writes: the file may come from a stranger.
 
     Raises:
         ValueError: The header has such a value.
@@ -247,14 +248,14 @@ def _check_header(header: RankHeader) -> None:
 
 
 def _shown(word: str) -> str:
-    """Return a word as a terminal and a picture can show it."""
+    """Return a word in a form that is safe for a terminal and a picture."""
     if word.isprintable():
         return word
     return "".join(each if each.isprintable() else "\ufffd" for each in word)
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file, up to where it was cut off."""
+    """Yield the objects in a file, up to the point where it was cut off."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             while line := file.readline(_MAX_LINE):

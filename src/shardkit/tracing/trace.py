@@ -1,4 +1,4 @@
-"""All ranks' records together, and what follows from them."""
+"""The records of all ranks together, and the results from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Share(NamedTuple):
     """A part of all ranks' time.
 
     Attributes:
-        group: Name of the group; "" where none is concerned.
+        group: Name of the group; "" for no group.
         cause: Cause, as in `exposed`.
         seconds: Seconds of a step, on average over steps and ranks.
     """
@@ -37,7 +37,7 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """What all ranks have recorded.
+    """The records of all ranks.
 
     Attributes:
         records: Records in rank order.
@@ -54,13 +54,13 @@ class Trace:
         """Read the files in a folder.
 
         Raises:
-            StateError: There are none, a file is no record, or no step is in it.
+            StateError: There are no files, a file is no record, or there is no step.
         """
         return cls.of(read_folder(folder))
 
     @classmethod
     def of(cls, records: list[RankRecord]) -> Trace:
-        """Return what follows from records.
+        """Return the trace of some records.
 
         Raises:
             StateError: No rank has recorded a step.
@@ -77,7 +77,7 @@ class Trace:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of the run whose files are not there."""
+        """Ranks of the run whose files are missing."""
         there = {record.header.rank for record in self.records}
         return sorted({*range(self.records[0].header.world_size)} - there)
 
@@ -86,7 +86,7 @@ class Trace:
         return 1 + max(each.step for slices in self.slices.values() for each in slices)
 
     def step_s(self) -> float:
-        """Return the median length of a step in seconds, without the first if there are others."""
+        """Return the median step in seconds, without the first one if there are others."""
         is_only_one = self.num_steps() == 1
         of_step = [
             seconds
@@ -97,7 +97,7 @@ class Trace:
         return statistics.median(of_step)
 
     def shares(self) -> list[Share]:
-        """Return what steps consist of, by group and cause; the largest first.
+        """Return the parts of all ranks' time, by group and cause; the largest first.
 
         The first step is left out if there are others. The shares sum up to a mean step.
         """
@@ -109,15 +109,15 @@ class Trace:
         return sorted(shares, key=lambda share: -share.seconds)
 
     def peak_nbytes(self) -> int:
-        """Return the most memory that shardkit's buffers had on a rank, in bytes."""
+        """Return the most memory of shardkit's buffers on a rank, in bytes."""
         curves = (memory_of(record.events) for record in self.records)
         return max((nbytes for curve in curves for _, nbytes in curve), default=0)
 
 
 def memory_of(events: Iterable[StepEvent]) -> list[tuple[float, int]]:
-    """Return how much memory buffers of shardkit have, in bytes, from each of some times on.
+    """Return the memory of shardkit's buffers, in bytes, as points (time, bytes from then on).
 
-    What had memory before the record began counts from where it gives it up.
+    Memory from before the record counts if it is given back during the record.
     """
     now, least, curve = 0, 0, []
     for event in events:

@@ -1,17 +1,17 @@
-"""Directories of checkpoints: how one comes to stand under its name, which is the newest.
+"""Directories of checkpoints: how a checkpoint gets its name, and which one is the newest.
 
-A checkpoint is written under a name of its own, beside the one that it gets (`_files.disk`).
-Once all of it is on the disk the two are exchanged, which happens whole or not at all, also in a
-crash and beside other jobs. Then what had the name before is deleted::
+A checkpoint is written under a temporary name beside its final one (`_files.disk`). Once all of it
+is on the disk, the two names are exchanged. The exchange happens completely or not at all, also in
+a crash and with other jobs at work. Then the directory that had the name before is deleted::
 
     .<name>.<owner>.incomplete   being written, or left by a job that was killed
     .<name>.<owner>.replaced     what <name> was, from the moment it makes room until it is obsolete
     .<name>.<owner>.deleted      being deleted
 
-NFS and some other file systems cannot exchange. There the old checkpoint is renamed before the new
-one is, and for a moment nothing has the name. `recover` then gives it the newest that is complete;
-also after a crash. A rename to a name that has a checkpoint fails on every file system, so of jobs
-that do this at once each one knows what became of its own.
+NFS and some other file systems cannot exchange names. There the old checkpoint is renamed before
+the new one is, and for a moment nothing has the name. After a crash at that moment, `recover` gives
+the name to the newest complete checkpoint. Renaming to the name of another checkpoint fails on
+every file system, so each of several jobs at work knows what became of its own checkpoint.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 DAMAGED_FILE = "shardkit.damaged"
-"""In a checkpoint that `load` found damaged: what it found."""
+"""File in a damaged checkpoint that holds what `load` found."""
 
 _NOTE_NBYTES = 1 << 20
 
 T = TypeVar("T")
 
 READ_AGAIN = 50
-"""A checkpoint is read so many times at most, if other jobs replace it all the time."""
+"""Number of times at most that a checkpoint is read, if other jobs keep replacing it."""
 
-_SWITCHES = 1000  # Are tried, if other jobs are faster each time.
+_SWITCHES = 1000  # Attempts at most, if other jobs are faster each time.
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ENOENT}
-"""What renaming says if another job was faster: the name is taken, or what had it is not there."""
+"""Errors of a rename if another job was faster: the name is taken, or the source is gone."""
 
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM}
 
@@ -73,7 +73,7 @@ _ONE_EACH = "Give each job a path of its own, or end the one before."
 
 
 def normalized(path: os.PathLike[str] | str) -> Path:
-    """Return an absolute path with a name; symbolic links on the way are kept."""
+    """Return an absolute path with a name; symbolic links in it are kept."""
     if path is None:
         msg = (
             "expected the path of a checkpoint, not None, which latest() returns if there is no "
@@ -98,11 +98,11 @@ def normalized(path: os.PathLike[str] | str) -> Path:
 
 
 Stamp = tuple[int, ...] | None
-"""Tells one checkpoint from another of the same name; None: there is none."""
+"""Identifies one of several checkpoints that have the same name over time; None: there is none."""
 
 
 def stamp(path: Path) -> Stamp:
-    """Return what tells the checkpoint that has a name from others that may get it."""
+    """Return what distinguishes the present checkpoint under a name from later ones."""
     try:
         return _stamp_of((path / METADATA_FILE).stat())
     except OSError:
@@ -116,7 +116,7 @@ def _stamp_of(found: os.stat_result) -> Stamp:
 def again_if_replaced(
     path: Path, read: Callable[[], T], is_right: Callable[[T], bool] = lambda _: True
 ) -> T:
-    """Read a checkpoint; once more if it failed, or is not right, since another job replaced it."""
+    """Read a checkpoint, again if another job replaced it while it was read."""
     for _ in range(READ_AGAIN):
         before = stamp(path)
         try:
@@ -131,7 +131,7 @@ def again_if_replaced(
 
 
 def problem(path: Path) -> str:
-    """Say what of a checkpoint is missing or damaged, by sizes and what `load` has found; or ''."""
+    """Return what is missing or damaged, by file sizes and the findings of `load`; or ''."""
     try:
         again_if_replaced(path, lambda: _check(path))
     except (CheckpointError, OSError) as error:
@@ -153,16 +153,16 @@ def _check(path: Path) -> None:
 
 
 def noted_damage(path: Path) -> str:
-    """Return what `load` has found damaged in a checkpoint; empty if nothing is noted."""
+    """Return the damage that `load` found in a checkpoint; empty if none is noted."""
     try:
         noted = read_index(path / DAMAGED_FILE, _NOTE_NBYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    return noted or f"{path}: something of it is damaged."  # Empty where the disk was full.
+    return noted or f"{path}: something of it is damaged."  # Empty if the disk was full.
 
 
 def note_damage(path: Path, found: str, which: Stamp) -> bool:
-    """Have `latest` pass over a checkpoint from now on, unless another one has its name by now."""
+    """Have `latest` pass over a checkpoint from now on, unless another one has its name already."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -170,12 +170,12 @@ def note_damage(path: Path, found: str, which: Stamp) -> bool:
     try:
         if _stamp_of(os.stat(METADATA_FILE, dir_fd=folder)) != which:
             return False
-        # Whatever else has this name: a link could lead to any file of the user's.
+        # Do not follow what else may have this name: a link could lead to any file of the user.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         flags |= os.O_NONBLOCK | os.O_NOFOLLOW
         with os.fdopen(os.open(DAMAGED_FILE, flags, 0o666, dir_fd=folder), "w") as file:
             file.write(f"{found}\n")
-    except OSError:  # A disk that cannot be written.
+    except OSError:  # The disk cannot be written.
         return True
     finally:
         os.close(folder)
@@ -212,7 +212,7 @@ def check_metadata(path: Path, manifest: Manifest) -> bytes:
 def headers(
     directory: Path, unreadable: Callable[[Path, CheckpointError], None] | None = None
 ) -> Iterator[tuple[Path, Header]]:
-    """Yield what of a directory has a manifest, also under names that are used while writing."""
+    """Yield the entries of a directory that have a manifest, those still being written too."""
     for entry in sorted(directory.iterdir()):
         try:
             yield entry, read_header(entry)
@@ -246,20 +246,20 @@ def _newest_first(found: Iterable[tuple[Path, Header]]) -> list[tuple[Path, Head
 def latest(directory: os.PathLike[str] | str) -> Path | None:
     """Return the newest complete checkpoint in a directory, None if there is none.
 
-    The newest is the one saved last, by the sequence in its manifest. What was being written when
-    a run died is not complete. A checkpoint whose files have been damaged since (missing, of
-    another size, a wrong checksum of a manifest) is passed over with a warning that says why.
-    Checksums of tensors are compared by `load`. If one is wrong, `load` raises and leaves a file
-    ``shardkit.damaged`` in the checkpoint, and `latest` passes over it from then on. If there are
-    checkpoints of others only, which have no manifest, a warning says so.
+    The newest is the one saved last, by the sequence in its manifest. A checkpoint that was being
+    written when a run died is not complete. `latest` passes over a checkpoint whose files have been
+    damaged since (missing, of another size, a wrong checksum of a manifest), and warns why. `load`
+    compares the checksums of tensors. If one is wrong, `load` raises and leaves a file
+    ``shardkit.damaged`` in the checkpoint, and `latest` passes over it from then on. If no
+    checkpoint has a manifest, because other programs wrote them, a warning says so.
 
     Args:
-        directory: Directory that holds checkpoints; need not exist.
+        directory: Directory that holds checkpoints; it need not exist.
 
     Raises:
-        CheckpointError: It is a checkpoint itself: None would have a run begin anew.
+        CheckpointError: The directory is a checkpoint itself. None would make a run begin anew.
 
-    Cost: reads the first line of the manifest of each checkpoint, and all of the newest.
+    Cost: reads the first line of each checkpoint's manifest, and all of the newest manifest.
     """
     parent = Path(os.path.abspath(directory))  # noqa: PTH100 - links are kept
     if not parent.is_dir():
@@ -287,9 +287,9 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
 
 
 def recover(path: Path) -> None:
-    """Give a name that was lost on the way to another checkpoint the newest complete one.
+    """Give a name, lost by a crash between two renames, to its newest complete checkpoint.
 
-    Any number of processes may call it, also beside those that save.
+    Any number of processes may call it, also while others save.
     """
     if os.path.lexists(path):
         return
@@ -299,7 +299,7 @@ def recover(path: Path) -> None:
         if aside.name == path.name and aside.kind != DELETED
     ]
     if not any(aside.kind == REPLACED for aside in beside):
-        return  # It never had the name, or somebody has deleted it.
+        return  # Nothing had the name, or a user deleted it.
     for aside in sorted(beside, key=_newness, reverse=True):
         if aside.kind == INCOMPLETE and problem(aside.path):
             continue
@@ -308,7 +308,7 @@ def recover(path: Path) -> None:
         try:
             aside.path.rename(path)
         except FileNotFoundError:
-            continue  # Its job was faster, or another that recovers.
+            continue  # Its job, or another one in `recover`, was faster.
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
@@ -318,7 +318,7 @@ def recover(path: Path) -> None:
 
 
 def _newness(aside: Aside) -> int:
-    """Return what orders those of which one is recovered; the least for checkpoints of others."""
+    """Return the order in which to recover; the least for damaged and for foreign checkpoints."""
     try:
         return 0 if problem(aside.path) else read_header(aside.path).sequence
     except (OSError, CheckpointError):
@@ -326,16 +326,16 @@ def _newness(aside: Aside) -> int:
 
 
 def _recover_all(directory: Path) -> None:
-    """Recover all of a directory: what stands aside may be the only copy."""
+    """Recover all names in a directory, since a renamed checkpoint may be the only copy."""
     for aside in asides_in(directory):
         if aside.kind == REPLACED:
             recover(aside.target)
 
 
 def prepare(path: Path, *, overwrite: bool) -> Path:
-    """Make the directory in which a checkpoint is written; of dead jobs' nothing is left."""
+    """Make the directory to write a checkpoint in, and delete the leftovers of dead jobs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # First: what is abandoned now is obsolete if there is a checkpoint afterwards.
+    # List these before `recover`: they are obsolete only if the name then has a checkpoint.
     abandoned = [a for a in asides_in(path.parent) if a.name == path.name and a.is_abandoned]
     recover(path)
     check_free(path, overwrite=overwrite)
@@ -349,7 +349,7 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
 def check_free(path: Path, *, overwrite: bool) -> None:
     """Raise if a checkpoint may not be given this name.
 
-    A damaged one may be replaced: a run that goes on from an older one comes by it again.
+    A damaged checkpoint may be replaced: a run that resumes from an older one saves it again.
     """
     if not os.path.lexists(path):
         return
@@ -364,7 +364,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         try:
             names = os.listdir(path)  # noqa: PTH208 - all at once: another job may replace it
         except FileNotFoundError:
-            is_free = not path.is_symlink()  # Another job replaces it at this moment.
+            is_free = not path.is_symlink()  # Another job is replacing it.
         except NotADirectoryError:
             is_free = False
         else:
@@ -377,22 +377,22 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp, mine: Stamp) -> None:
-    """Give a complete checkpoint its name, and delete what had it before.
+    """Give a complete checkpoint its name, and delete the one that had the name before.
 
-    `before` and `mine` are stamps of what had the name at `prepare`, and of the new one before it
-    was complete: from then on another job may use it to recover the name. Warns if another job
-    has saved under this name at the same time: the last one has it. After an OSError what was
-    there before is there again.
+    `before` is the stamp of what had the name at `prepare`. `mine` is the stamp of the new
+    checkpoint, taken before it was complete: once it is complete, another job may use it to recover
+    the name. Warns if another job has saved under this name at the same time; the last one keeps
+    the name. After an OSError the old checkpoint has its name again.
     """
     try:
-        with contextlib.suppress(FileNotFoundError):  # It has the name already.
+        with contextlib.suppress(FileNotFoundError):  # `recover` gave it the name.
             fsync_directory(new)
         old = _switch(new, path, before, mine, overwrite=overwrite)
     except BaseException:
         with contextlib.suppress(OSError):
             delete(new, path)
         raise
-    fsync_directory(path.parent)  # Where this fails the old one stays, under another name.
+    fsync_directory(path.parent)  # If it fails, the old one stays, renamed.
     for aside in old:
         if stamp(aside) not in {before, None}:
             msg = (
@@ -411,17 +411,17 @@ def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp, mine: Stamp
 
 
 def _switch(new: Path, path: Path, before: Stamp, mine: Stamp, *, overwrite: bool) -> list[Path]:
-    """Give a checkpoint its name; return where now is what had it before."""
+    """Give a checkpoint its name; return the present paths of those that had it before."""
     old: list[Path] = []
     try:
         for _ in range(_SWITCHES):
             if _is_switched(new, path, old, before, overwrite=overwrite) or stamp(path) == mine:
                 return old
-            if not new.exists():  # It was used to recover the name, which another has by now.
+            if not new.exists():  # Used to recover the name.
                 if overwrite:
                     if os.path.lexists(path):
                         return old
-                    continue  # Another job replaces that at this moment.
+                    continue  # Another job is replacing it.
                 msg = (
                     f"{path}: {_saved_by(path)} has taken the place of this checkpoint. {_ONE_EACH}"
                 )
@@ -430,16 +430,16 @@ def _switch(new: Path, path: Path, before: Stamp, mine: Stamp, *, overwrite: boo
         raise CheckpointError(msg)  # noqa: TRY301
     except BaseException:
         if old:
-            with contextlib.suppress(OSError):  # Something else has the name already.
+            with contextlib.suppress(OSError):  # Another checkpoint has the name.
                 old[-1].rename(path)
         raise
 
 
 def _is_switched(new: Path, path: Path, old: list[Path], before: Stamp, *, overwrite: bool) -> bool:
-    """Try it once; False if it takes another step, or another job was faster."""
+    """Try the switch once; False if it takes another step, or another job was faster."""
     try:
         if not os.path.lexists(path):
-            new.rename(path)  # Fails if something has the name by now.
+            new.rename(path)  # Fails if the name is taken by now.
             return True
         if not overwrite and stamp(path) not in {before, None}:
             msg = f"{path}: {_saved_by(path)} has saved under this name meanwhile. {_ONE_EACH}"
@@ -463,7 +463,7 @@ def _is_switched(new: Path, path: Path, old: list[Path], before: Stamp, *, overw
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange what has two names, at once; some file systems never can (EINVAL, ENOSYS)."""
+    """Exchange two names atomically; some file systems never can (EINVAL, ENOSYS)."""
     renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     code = errno.ENOSYS
     if renameat2 is not None:
@@ -475,26 +475,26 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def _saved_by(path: Path) -> str:
-    """Name who has written a checkpoint."""
+    """Return who has written a checkpoint, for messages."""
     with contextlib.suppress(OSError, CheckpointError):
         return read_manifest(path).saved_by or "another job"
     return "another job"
 
 
 def prune(path: Path, keep_last: int) -> None:
-    """Delete what is beside a new checkpoint: older ones but the newest, and leftovers.
+    """Delete the older checkpoints beside a new one, except the newest, and leftovers.
 
-    What is newer stays: two jobs that do this at once do not delete each other's last one.
+    Newer checkpoints stay: two jobs that prune at once do not delete each other's last one.
     """
     asides = list(asides_in(path.parent))  # First, as in `prepare`.
     _recover_all(path.parent)
     try:
         own_sequence = read_header(path).sequence
-    except (OSError, CheckpointError):  # Another job has deleted it, or replaces it.
+    except (OSError, CheckpointError):  # Another job has deleted it, or is replacing it.
         own_sequence = 0
     kept = {path}
     for other, header in _newest_first(headers(path.parent)):
-        if other.is_symlink():  # Somebody's other name for one of these.
+        if other.is_symlink():  # A user's link to a checkpoint.
             continue
         if other in kept or len(kept) < keep_last or header.sequence >= own_sequence:
             kept.add(other)
@@ -517,7 +517,7 @@ def prune(path: Path, keep_last: int) -> None:
 
 
 def _delete_if(path: Path, header: Header) -> None:
-    """Delete a checkpoint, but not one that another job has given this name meanwhile."""
+    """Delete a checkpoint, unless another job has given its name to another one meanwhile."""
     aside = new_aside(path, REPLACED)
     with contextlib.suppress(FileNotFoundError):  # Another job has deleted it.
         before = stamp(path)
@@ -532,7 +532,7 @@ def _delete_if(path: Path, header: Header) -> None:
 
 @contextlib.contextmanager
 def _warning(path: Path) -> Iterator[None]:
-    """Turn an error about what is no longer needed into a warning: the new checkpoint is there."""
+    """Turn an error of deleting into a warning: the new checkpoint is complete."""
     try:
         yield
     except OSError as error:
@@ -540,7 +540,7 @@ def _warning(path: Path) -> Iterator[None]:
 
 
 def delete(path: Path, target: Path) -> None:
-    """Delete what stands aside of `target`: never can half of it be taken for a checkpoint."""
+    """Delete a directory beside `target`; a half-deleted one never passes for a checkpoint."""
     doomed = new_aside(target, DELETED)
     try:
         path.rename(doomed)
@@ -549,12 +549,12 @@ def delete(path: Path, target: Path) -> None:
     except OSError:
         doomed = path
         with contextlib.suppress(OSError):
-            (path / METADATA_FILE).unlink()  # First: without it nobody takes it for one.
+            (path / METADATA_FILE).unlink()  # First: without it, it is no checkpoint.
     remove(doomed)
 
 
 def remove(path: Path) -> None:
-    """Delete a directory and all that is in it, or a link to one, if there is one."""
+    """Delete a directory and all its content, or a link to one, if there is one."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_symlink():
             path.unlink()

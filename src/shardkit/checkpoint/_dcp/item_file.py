@@ -1,4 +1,4 @@
-"""Items of one file of a directory: written as a stream, read into memory that is there already."""
+"""Items in one file of a directory: written as a stream, read into memory that exists already."""
 
 from __future__ import annotations
 
@@ -36,24 +36,23 @@ if TYPE_CHECKING:
 
 
 def not_reported(nbytes: int) -> None:
-    """Tell nobody that bytes have been written or read."""
+    """Ignore that bytes have been written or read."""
 
 
 # --- writing --------------------------------------------------------------------------------------
 #
-# Bytes are copied into two buffers in turn; while one is filled and its checksums are computed,
-# the other is on its way to the disk, past the page cache where the file system allows that. A
-# copy in the cache costs little, and pages of the page cache would be taken from the model:
-# writing through it takes twice as long on a local disk, and longer still when the kernel has to
-# make room.
+# Bytes are copied into two buffers in turn. While one is filled and its checksums are computed, the
+# other is written to the disk, past the page cache where the file system allows that. Copying data
+# that is in the CPU's cache costs little. Writing through the page cache takes twice as long on a
+# local disk, and longer still when the kernel must make room by taking pages from the model.
 
 _BUFFER_NBYTES = 8 << 20
-_STEP_NBYTES = 1 << 19  # Copied and summed while it is in the cache.
-_DISK_BLOCK_NBYTES = 4096  # What a write past the page cache must be a multiple of.
+_STEP_NBYTES = 1 << 19  # Copied and summed while in the CPU's cache.
+_DISK_BLOCK_NBYTES = 4096  # Writes past the page cache are multiples of it.
 
 
 class FileStream:
-    """A new file that items are appended to; it is on the disk when the block is left.
+    """A new file that items are appended to; it is on the disk when the context ends.
 
     Cost: two buffers of 8 MiB, one thread.
     """
@@ -73,7 +72,7 @@ class FileStream:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Write what is left, flush the disk's cache, and close, also after an error."""
+        """Write the rest, flush the disk's cache, and close; after an error only close."""
         try:
             if kind is None:
                 nbytes = self.nbytes
@@ -89,7 +88,7 @@ class FileStream:
 
     @property
     def nbytes(self) -> int:
-        """What has been appended."""
+        """Number of bytes that have been appended."""
         return self._flushed + self._filled
 
     def append(self, *parts: bytes | memoryview, data_offset: int | None = None) -> Item:
@@ -154,15 +153,15 @@ def _create(path: Path) -> int:
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # What file systems say that cannot do without the cache.
+        if error.errno != errno.EINVAL:  # The file system needs the cache.
             raise
     with contextlib.suppress(FileNotFoundError):
-        path.unlink()  # Some have made it nevertheless.
+        path.unlink()  # Some file systems made it nevertheless.
     return os.open(path, flags, 0o666)
 
 
 def _use_cache(fd: int) -> bool:
-    """Write through the page cache from now on, for larger blocks are asked for; False: it did."""
+    """Write through the page cache from now on; False if the file did so already."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     direct = getattr(os, "O_DIRECT", 0)
     if not flags & direct:
@@ -172,20 +171,20 @@ def _use_cache(fd: int) -> bool:
 
 
 class _Frame:
-    """Takes what torch.save writes around the elements of a tensor."""
+    """A file that collects what torch.save writes around the elements of a tensor."""
 
     def __init__(self) -> None:
         self.before = bytearray()
         self.after: bytearray | None = None
 
     def write(self, part: memoryview) -> int:
-        """Take bytes."""
+        """Collect bytes."""
         target = self.before if self.after is None else self.after
         target += part
         return len(part)
 
     def seek(self, offset: int, whence: int) -> None:
-        """Leave room for the elements."""
+        """Skip the elements; what comes next stands after them."""
         assert whence == os.SEEK_CUR, offset
         assert self.after is None
         self.after = bytearray()
@@ -198,7 +197,7 @@ class _Frame:
 def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return what torch.save writes before and after the elements of a contiguous tensor.
 
-    torch.save itself would write the whole storage that a piece is a view of.
+    torch.save itself would write the whole storage of which a piece is a view.
     """
     frame = _Frame()
     with torch.serialization.skip_data():
@@ -207,13 +206,13 @@ def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, byt
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is of no subclass, and its elements have places in a storage."""
+    """Whether a tensor is of no subclass, and its elements lie in an ordinary storage."""
     is_exact = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
     return is_exact and tensor.layout is torch.strided
 
 
 def raw_bytes(tensor: Tensor) -> memoryview | None:
-    """Return the memory of a contiguous tensor on the host; None if it has none of this kind."""
+    """Return the memory of a contiguous tensor on the host; None for any other tensor."""
     if not is_plain(tensor) or tensor.device.type != "cpu":
         return None
     if tensor.is_quantized or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -223,7 +222,7 @@ def raw_bytes(tensor: Tensor) -> memoryview | None:
 
 # --- reading --------------------------------------------------------------------------------------
 
-_LOCAL_HEADER_NBYTES = 30  # Of a record in a zip archive, without name and extra field.
+_LOCAL_HEADER_NBYTES = 30  # Header of a zip record, without its variable fields.
 
 
 class ItemFile:
@@ -245,13 +244,13 @@ class ItemFile:
         os.close(self._fd)
 
     def read(self, item: Item, name: str) -> bytearray:
-        """Return all bytes of an item; raise if they are not those that were written."""
+        """Return all bytes of an item; raise if they are not the bytes that were written."""
         content = bytearray(item.nbytes)
         self.read_into(item, 0, memoryview(content), name)
         return content
 
     def read_into(self, item: Item, start: int, target: memoryview, name: str) -> None:
-        """Read bytes of an item from `start` on, verified: with all other bytes of their blocks."""
+        """Read bytes of an item from `start` on; the whole blocks around them are verified."""
         stop = start + len(target)
         if not item.crc32s:
             self._read_run(item.offset + start, [target], name)
@@ -300,7 +299,7 @@ class ItemFile:
     # --- tensors --------------------------------------------------------------------------------
 
     def located(self, item: Item, chunk: TensorInfo) -> Item:
-        """Find where elements begin in an item of DCP, which says so nowhere."""
+        """Return an item of DCP with the offset of its elements, which DCP does not record."""
         try:
             archive: Any = Slice(self._fd, item.offset, item.nbytes)
             with torch.serialization.skip_data():
@@ -308,7 +307,7 @@ class ItemFile:
             with zipfile.ZipFile(archive) as records:
                 (record,) = (r for r in records.infolist() if "/data/" in r.filename)
             head = os.pread(self._fd, _LOCAL_HEADER_NBYTES, item.offset + record.header_offset)
-        except Exception:  # noqa: BLE001 - whatever it is, torch.load will say it.
+        except Exception:  # noqa: BLE001 - torch.load raises a better error later
             return item
         plain = (
             raw_bytes(described) is not None
@@ -323,7 +322,7 @@ class ItemFile:
         return replace(item, data_offset=record.header_offset + _LOCAL_HEADER_NBYTES + skipped)
 
     def check_frame(self, item: Item, chunk: TensorInfo, name: str) -> None:
-        """Raise unless an item with a `data_offset` is such a tensor; reads some hundred bytes."""
+        """Raise unless an item with a `data_offset` is such a tensor; reads a few hundred bytes."""
         if item.data_offset is None:
             return
         with contextlib.suppress(Exception):  # Not every dtype has such a frame.
@@ -331,7 +330,7 @@ class ItemFile:
             found = os.pread(self._fd, len(before), item.offset)
             if item.data_offset == len(before) and found == before:
                 return
-        # Another release of torch frames it in another way.
+        # Another release of torch may write another frame.
         if self.located(replace(item, data_offset=None), chunk) != item:
             msg = (
                 f"{self.path}: {name!r} is no tensor of {chunk.dtype} and shape {chunk.shape}. "
@@ -340,13 +339,13 @@ class ItemFile:
             raise CheckpointError(msg)
 
     def check(self, item: Item, chunk: TensorInfo, name: str) -> None:
-        """Raise unless an item is such a tensor, whatever it takes to know."""
+        """Raise unless an item is such a tensor; reads as much as that takes."""
         self.check_frame(item, chunk, name)
         if item.data_offset is None:
             self.load(item, chunk, name)
 
     def load(self, item: Item, chunk: TensorInfo, name: str) -> Tensor:
-        """Return the tensor that torch.save wrote; of anything else nothing is executed."""
+        """Return the tensor that torch.save wrote; execute nothing if it is something else."""
         content: Any = io.BytesIO(self.read(item, name))
         try:
             loaded = torch.load(content, weights_only=True, map_location="cpu")
@@ -375,12 +374,13 @@ class ItemFile:
     ) -> None:
         """Read a box of a saved chunk into a tensor of its shape; any dtype, device and strides.
 
-        Cost: memory for the box's range of the chunk, unless its elements can go where they belong.
+        Cost: memory for the box's range of the chunk, unless elements can be read to their final
+        place.
         """
         assert item.data_offset is not None
         strides = chunk.strides
         start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-        numel = 0  # From the box's first element to behind its last one.
+        numel = 0  # Elements from the box's first to its last.
         if 0 not in lengths:
             numel = 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
         begin = item.data_offset + start * chunk.dtype.itemsize
@@ -395,24 +395,24 @@ class ItemFile:
 
 
 class Slice(io.RawIOBase):
-    """A range of an open file, read-only, as a file of its own."""
+    """A range of an open file, as a read-only file of its own."""
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
         super().__init__()
         self._fd, self._offset, self._nbytes, self._position = fd, offset, nbytes, 0
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move in the range."""
+        """Move to a place in the range."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
         self._position = max(0, origin + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read as much as there is."""
+        """Read as much as fits or is left."""
         view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
         got = os.preadv(self._fd, [view], self._offset + self._position) if view else 0
         self._position += got

@@ -1,8 +1,8 @@
 """`shardkit.json`: what is in a checkpoint's files, so that damage is found when it is read.
 
-Written last, so a directory that has a valid one was complete. Two lines of one JSON object: the
-header, which is all that is needed to order the checkpoints of a directory, and the body; each is
-followed by its CRC-32.
+It is written last, so a directory with a valid manifest was complete. The file is one JSON object
+in two lines. The first line is the header, which is enough to order the checkpoints of a directory;
+the second is the body. Each is followed by its CRC-32.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST_FILE = "shardkit.json"
-"""Its name in a checkpoint's directory."""
+"""Name of the manifest in a checkpoint's directory."""
 
 FORMAT = "shardkit checkpoint"
 FORMAT_VERSION = 1
 
 BLOCK_NBYTES = 4 << 20
-"""Every so many bytes of an item have a checksum of their own: parts of it can be verified."""
+"""Size of the blocks of an item that have a checksum each, so that parts can be verified."""
 
 _HEADER_NBYTES = 1 << 16
-_LIMIT = 1 << 62  # Sums of a few sizes below it are what they should be in any language.
+_LIMIT = 1 << 62  # Sums of a few sizes below it fit 64 bits.
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Item:
     """Bytes of one entry, or of one box of a sharded tensor, in a file."""
 
     offset: int  # Offset in the file.
-    nbytes: int  # Length of it.
-    # Offset in it of a tensor's elements, row after row; None: it is something else.
+    nbytes: int  # Number of its bytes.
+    # Offset in the item of a tensor's elements, in row-major order; None: it is something else.
     data_offset: int | None
-    crc32s: tuple[int, ...]  # Checksums of each `BLOCK_NBYTES` of it; the last may be shorter.
+    crc32s: tuple[int, ...]  # Checksum of each `BLOCK_NBYTES`; the last may be shorter.
 
     def blocks(self, block_nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield start and end of each block, counted from the item's begin, and its checksum."""
+        """Yield start and end of each block, counted from the item's start, and its checksum."""
         for position, crc32 in enumerate(self.crc32s):
             start = position * block_nbytes
             yield start, min(start + block_nbytes, self.nbytes), crc32
@@ -51,36 +51,36 @@ class Item:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the checkpoint."""
+    """A file of a checkpoint."""
 
-    nbytes: int  # Size of it.
+    nbytes: int  # Size of the file.
     items: tuple[Item, ...]  # Entries in it.
 
 
 @dataclass(frozen=True)
 class Header:
-    """What orders checkpoints."""
+    """The part of a manifest that orders checkpoints."""
 
     sequence: int  # One more than the largest among the checkpoints beside it.
     step: int | None  # The `step` that was saved as an extra, if it was an integer.
-    world_size: int  # Ranks that wrote it.
-    shardkit: str  # Version that wrote it.
+    world_size: int  # Number of ranks that wrote it.
+    shardkit: str  # Version of shardkit that wrote it.
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint."""
+    """The content of a checkpoint."""
 
-    header: Header  # Orders it among others.
-    files: Mapping[str, StoredFile]  # Files by name, without `.metadata`.
+    header: Header  # Header, which orders it among others.
+    files: Mapping[str, StoredFile]  # Files by name, except `.metadata`.
     metadata_nbytes: int  # Size of `.metadata`.
-    metadata_crc32: int  # Checksum of it.
-    # Text of how parameters were spread over ranks, for people to read.
+    metadata_crc32: int  # Checksum of `.metadata`.
+    # Description of how parameters were spread over ranks, for people to read.
     layout: Mapping[str, Any] = field(default_factory=dict)
     block_nbytes: int = BLOCK_NBYTES  # Value of `BLOCK_NBYTES` when it was written.
     # The process that saved it, for people to read; empty if it was not recorded.
     saved_by: str = ""
-    # Entries of each model, where ranks had different ones: stages of a pipeline.
+    # Entries of each model, if ranks had different ones (stages of a pipeline).
     stages: Sequence[Sequence[str]] = ()
 
     def dump(self) -> bytes:
@@ -111,14 +111,14 @@ def _line(part: Mapping[str, Any]) -> bytes:
 
 
 def read_header(directory: Path) -> Header:
-    """Return the header of a checkpoint, of which no more is read; or raise FileNotFoundError."""
+    """Return the header of a checkpoint, and read no more; or raise FileNotFoundError."""
     path = directory / MANIFEST_FILE
     with open(open_regular(path), "rb") as file:  # noqa: PTH123 - a descriptor
         return _parse_header(file.readline(_HEADER_NBYTES), path)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint: all of it makes sense, whoever has written it."""
+    """Return the manifest of a checkpoint, after checks that it is consistent."""
     path = directory / MANIFEST_FILE
     first, newline, second = read_index(path).partition(b"\n")
     header = _parse_header(first + newline, path)
@@ -131,7 +131,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
-    """Return what the body says; raise some error where it says nothing that can be."""
+    """Return the content of the body; raise some error if it cannot be right."""
     block_nbytes = _natural(body["block_nbytes"], "block_nbytes", at_least=1)
     files = {}
     for name, stored in body["files"].items():
@@ -172,7 +172,7 @@ def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
 
 
 def _check_item(item: Item, name: str, block_nbytes: int) -> None:
-    """Raise if an item cannot be: TypeError or ValueError."""
+    """Raise TypeError or ValueError if an item is impossible."""
     numbers = (item.offset, item.nbytes, 0 if item.data_offset is None else item.data_offset)
     for number in (*numbers, *item.crc32s):
         if type(number) is not int:
@@ -219,7 +219,7 @@ def _parse_header(line: bytes, path: Path) -> Header:
 
 
 def _parse_line(line: bytes, before: bytes, after: bytes, path: Path) -> dict[str, Any]:
-    """Return the object that stands in a line with its checksum."""
+    """Return the object in a line that has a valid checksum."""
     text, separator, crc32 = line.removeprefix(before).rpartition(b',"crc32":')
     intact = (
         line.startswith(before)

@@ -1,4 +1,4 @@
-"""Reading `.metadata`, DCP's description of a checkpoint: compared before it is believed."""
+"""Reading `.metadata`, DCP's description of a checkpoint, which is checked before it is used."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 METADATA_FILE = ".metadata"
-"""Its name in a checkpoint's directory."""
+"""Name of the description in a checkpoint's directory."""
 
 _STORAGE_INFO: Any = torch_checkpoints.dcp_storage_info()
-_LIMIT = 1 << 62  # Of sizes and offsets: sums of a few of them fit the system's numbers.
-_MAX_DEPTH = 100  # Of keys that lead to an entry.
-_CHUNK_NBYTES = 32  # At least of a chunk's description: entries share no lists of them.
-_PACKED = 64  # Values at most in the bytes of one: tensors of classes that pack them.
+_LIMIT = 1 << 62  # Limit of sizes and offsets: sums of a few fit 64 bits.
+_MAX_DEPTH = 100  # Number of keys at most that lead to an entry.
+_CHUNK_NBYTES = 32  # At least for each chunk's description: entries do not share lists of chunks.
+_PACKED = 64  # Values at most in the bytes of one, for classes that pack values.
 _SMALL_NBYTES = 1 << 20
-# Its own seed: nobody foresees its numbers, and the user's do not change.
+# It has its own seed, so that nobody can predict its numbers and the user's numbers stay the same.
 _random_place = functools.partial(random.Random().getrandbits, 64)  # noqa: S311 - not shown
 
 
@@ -44,7 +44,7 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
     """Return what the bytes of a `.metadata` file describe; execute nothing."""
     remedy = "The file is damaged or foreign: load another checkpoint."
     was_enabled = gc.isenabled()
-    gc.disable()  # Python would look for garbage again and again while many objects are made.
+    gc.disable()  # It would run again and again while many objects are made.
     try:
         found = unpickle(content)
     except Exception as error:
@@ -63,7 +63,7 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
 
 
 def _problem(found: Any, nbytes: int) -> str:
-    """Say what is wrong with unpickled metadata; empty if nothing is."""
+    """Return what is wrong with unpickled metadata; empty if nothing is."""
     if not isinstance(found, dcp.Metadata):
         return f"expected DCP's Metadata, found {type(found).__name__}"
     entries: Any = found.state_dict_metadata
@@ -90,11 +90,11 @@ def _problem(found: Any, nbytes: int) -> str:
 
 
 def _problem_entry(name: str, entry: Any, stored: dict[Any, Any]) -> str:
-    """Say why an entry cannot be read from where it is stored."""
+    """Return why an entry cannot be read from where it is stored; empty if it can."""
     is_tensor = isinstance(entry, dcp.TensorStorageMetadata)
     offsets = [chunk.offsets for chunk in entry.chunks] if is_tensor else [None]
     places: list[Any] = [stored.get(dcp.MetadataIndex(name, each)) for each in offsets]
-    # Before a dict has offsets as keys: as each is that of a stored index, no two have one hash.
+    # Checked before offsets become keys of a dict: offsets of stored indices never share a hash.
     if None in places:
         return f"{shown(name)} is listed but stored nowhere"
     if not is_tensor:
@@ -111,7 +111,7 @@ def _problem_entry(name: str, entry: Any, stored: dict[Any, Any]) -> str:
 
 
 def _uncovered(size: torch.Size, chunks: list[dcp.ChunkStorageMetadata]) -> str:
-    """Say why chunks are not a tensor cut into parts; empty if they are."""
+    """Return why chunks are not a tensor cut into parts; empty if they are."""
     boxes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in chunks}
     volume = 0
     for offsets, lengths in boxes.items():
@@ -122,10 +122,11 @@ def _uncovered(size: torch.Size, chunks: list[dcp.ChunkStorageMetadata]) -> str:
         return f"its chunks have {volume} of its {math.prod(size)} elements"
     if len(boxes) == 1 or volume == 0:
         return ""
-    # As many as there are: so there is a hole if two overlap. Cuts are moved to random places: the
-    # volumes of parts add up to that of the whole wherever cuts lie. Those of others do so by
-    # chance, with a probability of ndim / 2**64 at most: the difference is a polynomial in the
-    # places, which is not zero (Schwartz and Zippel).
+    # The chunks have as many elements as the tensor, so there is a hole if two overlap. Each cut is
+    # moved to a random place. If the chunks are a partition, their volumes still add up to that of
+    # the whole, wherever the cuts lie. Otherwise they do so only by chance, with a probability of
+    # ndim / 2**64 at most: the difference is a polynomial in the places that is not zero (Schwartz
+    # and Zippel).
     moved, moved_whole = [1] * len(boxes), 1
     for dim, whole in enumerate(size):
         spans = [(offsets[dim], lengths[dim]) for offsets, lengths in boxes.items()]
@@ -151,7 +152,7 @@ def _problem_stored(index: Any, where: Any) -> str:
     if not isinstance(index, dcp.MetadataIndex) or not isinstance(where, _STORAGE_INFO):
         return f"{shown(index)} is not stored in a file"
     file = where.relative_path
-    # A name with a directory in it could point anywhere.
+    # A name that contains a directory could lead anywhere.
     if not is_plain_name(file):
         return f"{shown(index.fqn)} is stored in {shown(file)}, expected a file of this directory"
     if not _are_sizes((where.offset, where.length)):
@@ -193,9 +194,9 @@ def _are_sizes(values: Any) -> bool:
 # --- its pickle, not executed ---------------------------------------------------------------------
 #
 # A pickle is a program. `unpickle` carries out the opcodes that DCP has written in any of its
-# releases, and knows the classes and functions that DCP names there: whatever else a file asks for
-# is an error. Python's own unpickler is not used. The one in C can be asked neither what a tuple
-# may hold nor what may be called, and its counterpart in Python takes three times as long.
+# releases, and knows the classes and functions that DCP names there. Whatever else a file asks for
+# is an error. Python's own unpickler is not used: the one in C cannot be asked what a tuple may
+# hold or what may be called, and the one in Python takes three times as long.
 
 _MEMORY_FORMAT: Any = torch_checkpoints.dcp_memory_format()
 _BUILT: frozenset[type[Any]] = frozenset(
@@ -210,18 +211,18 @@ _BUILT: frozenset[type[Any]] = frozenset(
         torch_checkpoints.dcp_storage_info(),
     }
 )
-"""Classes of which a pickle may make instances, and whose state it may set."""
+"""Classes that a pickle may instantiate, and whose state it may set."""
 _SETS_STATE: dict[type[Any], Any] = {
     cls: cls.__setstate__ for cls in _BUILT if hasattr(cls, "__setstate__")
 }
-_PROPERTIES = frozenset({torch.dtype, torch.layout, bool, _MEMORY_FORMAT})  # States for these.
+_PROPERTIES = frozenset({torch.dtype, torch.layout, bool, _MEMORY_FORMAT})  # Their states.
 _INDEX_FIELDS = {"fqn", "offset", "index"}
-_MAX_LEN = 100  # Of tuples: the keys that lead to an entry.
-_MAX_NDIM = 64  # As of tensors that torch computes with.
-_MAX_FIELDS = 16  # Of an object.
-_FREE_FIELDS = 5  # As many as the classes have: an instance shares the names of those.
-_MAX_MARKS = 64  # What is nested.
-_NBYTES_EACH = 5  # At least of a container in a pickle, on average. DCP's have 7 and more.
+_MAX_LEN = 100  # Length of tuples: keys that lead to an entry.
+_MAX_NDIM = 64  # The same as for tensors of torch.
+_MAX_FIELDS = 16  # Attributes of an object.
+_FREE_FIELDS = 5  # As many as the classes have; instances share the names of these.
+_MAX_MARKS = 64  # Depth of nesting.
+_NBYTES_EACH = 5  # Per container in a pickle, on average. DCP's have 7 or more.
 _FREE_CONTAINERS = 1000
 _MAX_STR_NBYTES = 1 << 20  # Names are compared wherever they are used.
 _MAX_PROTOCOL = 5
@@ -237,9 +238,9 @@ _repr.maxstring = 200
 
 
 def shown(value: object) -> str:
-    """Return what an error shows of a value of a pickle: a plain one shortened, else its class.
+    """Return how an error shows a value of a pickle: plain values shortened, else the class.
 
-    A value may stand in another any number of times, and repr() goes through it each time.
+    A pickle may refer to one value any number of times, and repr() would visit it each time.
     """
     if type(value) is type:
         return value.__name__
@@ -258,19 +259,20 @@ def _refuse(what: str) -> NoReturn:
 
 
 def unpickle(content: bytes) -> Any:
-    """Return what a pickle describes, if it is one that DCP could have written.
+    """Return the content of a pickle, if DCP could have written it.
 
-    It takes at most about 40 times as much memory as the pickle has bytes, and for what DCP writes
-    23 times: containers, each of which may be one byte, are counted. A value of a pickle may refer
-    to others, any number of times, and stand for more than there is memory or time. So no tuple is
-    long here, or nested but as arguments are, and no string is long; lists and dicts are neither
-    copied nor compared nor shown. Keys are strings, whose hashes nobody foresees, and indices of
-    entries. An index is hashed by numbers that the file chooses, so no two in a dict may have the
-    same hash: thousands that have would take hours.
+    It takes at most about 40 times as much memory as the pickle has bytes, and 23 times for what
+    DCP writes: containers, each of which may take one byte, are counted. A value of a pickle may
+    refer to others any number of times, so expanding it could take more than all memory or time.
+    Therefore tuples and strings are limited in length, and tuples are nested only as arguments of
+    calls are. Lists and dicts are neither copied nor compared nor shown. Keys are strings, whose
+    hashes nobody can predict, and indices of entries. An index is hashed by numbers that the file
+    chooses, so no two keys of a dict may have the same hash: thousands of equal hashes would take
+    hours.
 
     Raises:
-        ForeignPickleError: It has an opcode, a class or a value that DCP does not write, or ends
-            too early.
+        ForeignPickleError: The pickle has an opcode, a class or a value that DCP does not write, or
+            ends too early.
     """
     try:
         return _unpickle(content)
@@ -281,14 +283,14 @@ def unpickle(content: bytes) -> Any:
 
 def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcode each
     stack: list[Any] = []
-    marks: list[int] = []  # Where in the stack.
+    marks: list[int] = []  # Positions in the stack.
     memo: list[Any] = []
-    room = _FREE_CONTAINERS + len(content) // _NBYTES_EACH  # For so many containers.
-    hashes: defaultdict[int, set[int]] = defaultdict(set)  # Of keys, by the dict's id.
+    room = _FREE_CONTAINERS + len(content) // _NBYTES_EACH  # Containers that may follow.
+    hashes: defaultdict[int, set[int]] = defaultdict(set)  # Hashes of keys, by the dict's id.
     push, pop = stack.append, stack.pop
     at = 0
     while room >= 0:  # The most frequent opcodes first.
-        opcode = content[at]  # Raises if what came last was cut off.
+        opcode = content[at]  # Raises if the content was cut off.
         at += 1
         match opcode:
             case 0x94:  # MEMOIZE
@@ -302,7 +304,7 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
             case 0x85:  # TUPLE1
                 room -= 1
                 value = stack[-1]
-                if type(value) is tuple:  # Arguments of a call.
+                if type(value) is tuple:  # The tuple in it holds arguments of a call.
                     _check_flat(value)
                 stack[-1] = (value,)
             case 0x4B:  # BININT1
@@ -395,7 +397,7 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
             case 0x47:  # BINFLOAT
                 push(_read_float8(content, at)[0])
                 at += 8
-            case 0x95:  # FRAME: how much to read at once. All of it is in memory.
+            case 0x95:  # FRAME: a size to read at once, not needed: all is in memory.
                 at += 8
             case 0x80:  # PROTO
                 if content[at] > _MAX_PROTOCOL:
@@ -409,13 +411,13 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
 
 
 def _remember(memo: list[Any], number: int, value: Any) -> None:
-    memo[number : number + 1] = [value]  # Picklers number one after the other.
+    memo[number : number + 1] = [value]  # Picklers count up from 0.
     if number >= len(memo):
         raise IndexError
 
 
 def _taken(stack: list[Any], begin: int) -> list[Any]:
-    """Take what is on the stack from a place on."""
+    """Pop what is on the stack from a position on, and return it."""
     if not 0 <= begin <= len(stack):
         raise IndexError
     values = stack[begin:]
@@ -484,7 +486,7 @@ def _build(built: Any, state: Any) -> None:
         if type(state) is tuple and _PROPERTIES.issuperset(map(type, state)):
             sets_state(built, state)
             return
-    elif cls not in _BUILT:  # Classes are this process' own.
+    elif cls not in _BUILT:  # Attributes of classes would change this process.
         _refuse(f"it sets attributes of {shown(built)}")
     elif (
         type(state) is dict
@@ -506,7 +508,7 @@ def _is_index(state: dict[Any, Any]) -> bool:
 
 
 def _path(*parts: object) -> None:
-    """Make nothing of a path: where a checkpoint was once is not asked for."""
+    """Return None for a path: the checkpoint's former location is not needed."""
     del parts
 
 
@@ -546,6 +548,6 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _layout,
     (_MEMORY_FORMAT.__module__, _MEMORY_FORMAT.__name__): _memory_format,
-    # How some releases of Python pickle the member of an enum.
+    # Some releases of Python pickle the member of an enum in this way.
     ("builtins", "getattr"): _named_memory_format,
 }

@@ -1,4 +1,4 @@
-"""Reading directories of DCP: straight into tensors, and verified by the manifest."""
+"""Reading directories of DCP straight into tensors, verified by the manifest."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 
 class CheckpointReader(FileSystemReader):
-    """Storage for ``torch.distributed.checkpoint.load``: verified, direct, without unpickling code.
+    """Storage for ``torch.distributed.checkpoint.load``: verified and direct; executes no code.
 
-    Reads checkpoints with shardkit's manifest, of which all that is read is verified by checksums,
-    and others of DCP, of which sizes are. Elements go from the file to the target's memory where
-    they lie one after the other in both; else, or if dtype or device differ, by way of memory for
-    one saved chunk.
+    It reads checkpoints with shardkit's manifest, and verifies by checksums all that it reads. It
+    also reads other checkpoints of DCP, and verifies sizes. Elements go straight from the file to
+    the target's memory if they are contiguous in both. Otherwise, or if dtype or device differ,
+    they go through memory for one saved chunk.
 
     Attributes:
-        manifest: Manifest; None: there is none, or nothing has been read.
-        identity: Checksum of `.metadata`, which has a random number in it.
+        manifest: Manifest; None if there is none, or if nothing has been read.
+        identity: Checksum of `.metadata`, which contains a random number.
     """
 
     def __init__(
@@ -77,13 +77,14 @@ class CheckpointReader(FileSystemReader):
         self.identity = 0
         self._items: dict[tuple[str, int], Item] = {}
         self._chunks: dict[MetadataIndex, TensorInfo] = {}
-        self._file_nbytes: dict[str, int] = {}  # Without a manifest at least so many.
+        self._file_nbytes: dict[str, int] = {}  # Without a manifest, the sizes at least.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's description, verified.
 
         Raises:
-            CheckpointError: It is missing, incomplete, damaged, or no checkpoint.
+            CheckpointError: The checkpoint is missing, incomplete or damaged, or it is something
+                else.
         """
         if args or kwargs.get("rank") is not None:
             msg = f"{self.path} has no metadata of single ranks."
@@ -92,7 +93,7 @@ class CheckpointReader(FileSystemReader):
         check_is_checkpoint(path)
         try:
             self.manifest = read_manifest(path)
-        except FileNotFoundError:  # One of plain DCP.
+        except FileNotFoundError:  # A checkpoint of plain DCP.
             try:
                 content = read_index(path / METADATA_FILE)
             except OSError as error:
@@ -109,7 +110,7 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        """Take up where everything is; raise if the manifest differs about an item."""
+        """Note where everything is; raise if the manifest differs about an item."""
         super().set_up_storage_reader(metadata, *args, **kwargs)
         self._chunks = {
             MetadataIndex(name, chunk.offsets): TensorInfo(
@@ -132,7 +133,7 @@ class CheckpointReader(FileSystemReader):
                 self._file_nbytes[name] = max(known, where.offset + where.length)
                 continue
             item, chunk = self._items.get(place), self._chunks.get(index)
-            end = 0  # Of a tensor's elements in the item.
+            end = 0  # End of a tensor's elements in the item.
             if item is not None and chunk is not None and item.data_offset is not None:
                 end = item.data_offset + chunk.nbytes
             if item is None or item.nbytes != where.length or end > item.nbytes:
@@ -143,7 +144,7 @@ class CheckpointReader(FileSystemReader):
                 raise CheckpointError(msg)
 
     def chunks_by_place(self) -> dict[tuple[str, int], tuple[TensorInfo, str]]:
-        """Return each chunk and its tensor's name, by its file and where it begins in it."""
+        """Return each chunk and its tensor's name, by its file and its offset in the file."""
         places = {index: self.storage_data[index] for index in self._chunks}
         return {
             (where.relative_path, where.offset): (self._chunks[index], index.fqn)
@@ -151,22 +152,22 @@ class CheckpointReader(FileSystemReader):
         }
 
     def check_files(self, names: Collection[str] | None = None) -> None:
-        """Compare the sizes of files with what was written.
+        """Compare the sizes of files with the sizes that were written.
 
         Args:
-            names: Names of the files; None: all of them, for one rank to look at.
+            names: Names of the files; None: all files, which one rank should check.
 
         Raises:
-            CheckpointError: One is missing, or of another size.
+            CheckpointError: A file is missing, or has another size.
         """
         for name in self._file_nbytes if names is None else names:
             path, nbytes = Path(self.path, name), self._file_nbytes[name]
-            if self.manifest is None and path.exists():  # What it must hold at least is known.
+            if self.manifest is None and path.exists():  # Only its least size is known.
                 nbytes = max(nbytes, path.stat().st_size)
             directory.check_size(path, nbytes)
 
     def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Read what the plan asks for.
+        """Read the items of a plan.
 
         Raises:
             CheckpointError: A file is missing, truncated, or its content is not what was written.
@@ -216,7 +217,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def check_is_checkpoint(path: Path) -> None:
-    """Raise if there is no complete checkpoint under a name."""
+    """Raise if there is no complete checkpoint under a path."""
     if (path / METADATA_FILE).is_file():
         return
     if not path.exists():
@@ -238,13 +239,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def __init__(self, path: object, targets: dict[str, Any], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        # Not by set_up_planner, which would look through the targets for those without memory.
+        # set_up_planner is not called: it would look through the targets for those without memory.
         self.state_dict, self.metadata = targets, metadata
         self._path = path
         self.loaded: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep a value that is not a tensor; refuse classes that torch does not take for safe."""
+        """Keep a value that is not a tensor; refuse classes that torch does not consider safe."""
         name = read_item.dest_index.fqn
         try:
             self.loaded[name] = torch.load(value, weights_only=True, map_location="cpu")
@@ -257,7 +258,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class DistributedCheckpoint(Source):
-    """A checkpoint directory, shardkit's or another one of DCP; verified if it has a manifest."""
+    """A checkpoint directory of shardkit or another of DCP; verified if it has a manifest."""
 
     kind = "checkpoint directory"
 
@@ -267,7 +268,7 @@ class DistributedCheckpoint(Source):
         self._expect = meter.expect
         self.reader = CheckpointReader(path, report=meter.add)
         self._metadata = self.reader.read_metadata()
-        # Shape and dtype of every tensor; None for what is not a tensor.
+        # Shape and dtype of every tensor; None for other entries.
         self.entries = {
             name: TensorInfo(tuple(entry.size), entry.properties.dtype)
             if isinstance(entry, TensorStorageMetadata)
@@ -279,22 +280,22 @@ class DistributedCheckpoint(Source):
         self.tied = {}
         manifest = self.reader.manifest
         self.world_size = None if manifest is None else manifest.header.world_size
-        # Entries of each model, where the ranks that saved had different ones.
+        # Entries of each model, if the ranks that saved had different ones.
         self.stages = [] if manifest is None else [frozenset(each) for each in manifest.stages]
         known = self._metadata.planner_data
         known = known if isinstance(known, dict) else {}
-        # Keys that led to each entry in the nested state; one key if that is not known.
+        # Keys that led to each entry in the nested state; one key if they are not known.
         self.paths = {name: tuple(known.get(name, (name,))) for name in self.entries}
 
     @property
     def files(self) -> list[Path]:
-        """All files in it."""
+        """All files in the directory."""
         return [path for path in sorted(self.path.iterdir()) if path.is_file()]
 
     def fill(self, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill tensors of the saved shapes, whole or sharded; return them, and what is no tensor.
+        """Fill tensors of the saved shapes, whole or sharded; return them and all other values.
 
-        That is None among the targets. Communicates nothing.
+        Targets of values that are no tensors are None. Communicates nothing.
         """
         planner = LoadPlanner(self.path, dict(targets), self._metadata)
         plan = planner.create_local_plan()
@@ -309,7 +310,7 @@ class DistributedCheckpoint(Source):
         return {**targets, **planner.loaded}
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` from `start` on; of a tensor's part the whole is read."""
+        """Fill `out` from `start` on; the whole tensor is read, even for a part of it."""
         info = self.infos[name]
         if out.numel() < info.numel:
             out.copy_(self.read(name, 0, info.numel)[start : start + out.numel()])
@@ -317,11 +318,11 @@ class DistributedCheckpoint(Source):
             self.fill({name: out.view(info.shape)})
 
     def read_other(self, key: str) -> Any:
-        """Return an entry that is no tensor: plain values only, nothing is executed."""
+        """Return an entry that is no tensor: only plain values, and nothing is executed."""
         return self.fill({key: None})[key]
 
     def chunks(self, key: str) -> list[dict[str, Any]]:
-        """Return offsets, sizes and file of each chunk that a tensor was saved in."""
+        """Return offsets, sizes and file of each chunk of a saved tensor."""
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         return [

@@ -1,4 +1,4 @@
-"""Writing directories of DCP: who writes what, files written aside, and their name in the end."""
+"""Writing directories of DCP: who writes what, files written aside, and the final name."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _BYTES = WriteItemType.BYTE_IO
 
 
 class Whole:
-    """A value that is written as one entry, with all that is in it.
+    """A value that is written as one entry, with all of its content.
 
-    DCP takes dicts and lists apart and puts them together again with strings as keys, without empty
-    ones, and without tuples.
+    DCP takes dicts and lists apart. When it puts them together again, their keys are strings, and
+    empty ones and tuples are lost.
     """
 
     def __init__(self, name: str, value: Any) -> None:
@@ -57,7 +57,7 @@ class Whole:
 
 
 def _dumped(what: str, value: Any) -> bytes:
-    """Return a value as a file has it; refuse what could be loaded by running its code only."""
+    """Return a value as bytes of a file; refuse it if loading it would have to run its code."""
     content = io.BytesIO()
     try:
         torch.save(map_leaves(value, _alone), content)
@@ -75,10 +75,11 @@ def _dumped(what: str, value: Any) -> bytes:
 
 
 def _alone(leaf: Any) -> Any:
-    """Return a leaf as it is saved.
+    """Return a leaf in the form in which it is saved.
 
-    Of a view of a larger tensor, one that does not bring all of it into a file; of a number of
-    numpy, which schedules often put into optimizers, Python's: its class is not safe to load.
+    A view of a larger tensor becomes a copy, so that the file does not hold all of the larger one.
+    A number of numpy, which schedules often put into optimizers, becomes Python's: the class of
+    numpy is not safe to load.
     """
     if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_meta:
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
@@ -88,7 +89,7 @@ def _alone(leaf: Any) -> Any:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Makes the state while the ranks agree about the plan: an error there is one of all ranks."""
+    """Makes the state while the ranks agree about the plan; an error there is one of all ranks."""
 
     def __init__(
         self, collect: Callable[[], dict[str, Any]], expect: Callable[[int], None]
@@ -105,13 +106,13 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - DCP's signature
     ) -> None:
-        """Make the state; what DCP passes is empty."""
+        """Make the state; the one that DCP passes is empty."""
         super().set_up_planner({**state_dict, **self._collect()}, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Spread what several ranks hold evenly over them, by bytes; called by the coordinator.
 
-        DCP takes each box for as large as the whole tensor that it is of.
+        DCP's own planner counts each box with the size of its whole tensor.
         """
         models = dict.fromkeys(map(_entries_of_model, all_plans))
         if len(models) > 1:
@@ -132,14 +133,14 @@ class SavePlanner(DefaultSavePlanner):
         return plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a part of this rank's state, which may have another name in the checkpoint."""
+        """Return a part of this rank's state, whose name in the checkpoint may differ."""
         name = self._own_names.get(index.fqn)
         if name is not None:
             index = replace(index, fqn=name)
         return super().lookup_object(index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
-        """Return what is written."""
+        """Return what is written to the file."""
         if isinstance(object, Whole):
             return io.BytesIO(object.content)
         if write_item.type is _BYTES:
@@ -154,9 +155,9 @@ def _entries_of_model(plan: SavePlan) -> frozenset[str]:
 def _with_groups_of_all_stages(
     plans: list[SavePlan],
 ) -> tuple[list[SavePlan], list[dict[str, str]]]:
-    """Number the parameter groups of optimizers on, where ranks have different models.
+    """Number the parameter groups of optimizers consecutively over different models.
 
-    Stages of a pipeline name their parameters differently, but each numbers its groups from 0.
+    Pipeline stages have different names of parameters, but each stage numbers its groups from 0.
     """
     firsts: dict[frozenset[str], int] = {}
     num_groups = 0
@@ -193,7 +194,7 @@ def _with_groups_of_all_stages(
 
 
 def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
-    """Leave each item in one plan: the largest first, each in the plan that has least so far."""
+    """Keep each item in one plan: the largest first, each in the plan with least so far."""
     holders: dict[MetadataIndex, list[int]] = {}
     items: dict[MetadataIndex, WriteItem] = {}
     for rank, plan in enumerate(plans):
@@ -202,11 +203,11 @@ def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
             items[item.index] = item
     load = [0] * len(plans)
     chosen: dict[MetadataIndex, int] = {}
-    # What only one rank has is no choice, so it comes first.
+    # An item that only one rank has leaves no choice, so it comes first.
     order = sorted(items, key=lambda index: (len(holders[index]) > 1, -_nbytes(items[index])))
     for index in order:
         if items[index].tensor_data is None:
-            # Values may differ from rank to rank: all of them come from the first one.
+            # Values may differ from rank to rank, so all of them come from the first rank.
             chosen[index] = holders[index][0]
             continue
         chosen[index] = min(holders[index], key=lambda rank: load[rank])
@@ -229,16 +230,16 @@ def _nbytes(item: WriteItem) -> int:
 class CheckpointWriter(FileSystemWriter):
     """Storage for ``torch.distributed.checkpoint.save``: crash-safe, with a manifest.
 
-    Each rank writes one file, past the page cache where it can, and has it on the disk before the
-    coordinator writes `.metadata` and the manifest, flushes the directory and gives it its name. A
-    run that dies at any moment leaves what was under the name before.
+    Each rank writes one file, past the page cache where possible, and flushes it to the disk. Then
+    the coordinator writes `.metadata` and the manifest, flushes the directory and renames it to its
+    final name. A run that dies at any moment leaves what had the name before.
 
     The directory must be one that all ranks see.
 
     Attributes:
-        target: Name that the checkpoint gets.
-        layout: Text for the manifest: how parameters are spread, for people to read.
-        stages: List for the manifest: entries of each model, where ranks have different ones.
+        target: Path that the checkpoint gets.
+        layout: Part of the manifest: how parameters are spread, for people to read.
+        stages: Part of the manifest: entries of each model, if ranks have different models.
     """
 
     def __init__(  # noqa: D417 - `path` needs no more
@@ -267,18 +268,18 @@ class CheckpointWriter(FileSystemWriter):
         self._new: Path | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
-        """Refuse to save without a coordinator: nobody could say when all is there."""
+        """Refuse to save without a coordinator: no rank would know when the save is complete."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if not kwargs.get("use_collectives", True):
             msg = "CheckpointWriter needs a coordinator: call dcp.save with use_collectives=True."
             raise CheckpointError(msg)
 
     def storage_meta(self) -> StorageMeta:
-        """Describe the checkpoint by the name that it will have."""
+        """Describe the checkpoint by its final name."""
         return StorageMeta(checkpoint_id=self.target, save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is: the coordinator makes the directory, after all have planned."""
+        """Return the plan unchanged: the coordinator makes the directory after all have planned."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -296,7 +297,7 @@ class CheckpointWriter(FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file and have it on the disk.
+        """Write this rank's file and flush it to the disk.
 
         Cost: 16 MiB of buffers; tensors on the host are not copied as a whole.
         """
@@ -311,7 +312,7 @@ class CheckpointWriter(FileSystemWriter):
                 )
                 raise CheckpointError(msg)
             with FileStream(folder / name, self._report) as stream:
-                # Bytes first, as DCP does: whoever looks for them reads the file's begin only.
+                # Bytes first, as DCP does: a reader of bytes then reads only the start of the file.
                 for item in sorted(plan.items, key=lambda item: item.type is not _BYTES):
                     stored = _write_item(stream, planner.resolve_data(item))
                     results.append(WriteResult(item.index, stored.nbytes, (name, stored)))
@@ -323,7 +324,7 @@ class CheckpointWriter(FileSystemWriter):
         """Write `.metadata` and the manifest, and give the checkpoint its name.
 
         Raises:
-            CheckpointError: A file that a rank has written is not there.
+            CheckpointError: A file that a rank has written is missing.
             OSError: The disk is full, or the directory cannot be renamed.
         """
         folder = self._new
@@ -355,13 +356,13 @@ class CheckpointWriter(FileSystemWriter):
         )
         mine = directory.stamp(folder)
         write_synced(folder / MANIFEST_FILE, manifest.dump())
-        self._new = None  # From now on it is for `commit` to delete it.
+        self._new = None  # From now on, `commit` deletes it.
         directory.commit(
             folder, self.target, overwrite=self.overwrite, before=self._before, mine=mine
         )
 
     def discard(self) -> None:
-        """Delete what has been written, if it has not been given its name."""
+        """Delete what has been written, unless it has its final name already."""
         if self._new is not None:
             directory.delete(self._new, self.target)
 
@@ -374,7 +375,7 @@ def _write_item(stream: FileStream, content: torch.Tensor | io.BytesIO) -> Item:
     elements = raw_bytes(tensor)
     if elements is None and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         elements = raw_bytes(tensor := tensor.contiguous().resolve_conj().resolve_neg())
-    if elements is None:  # Quantized, sparse, or of a class that torch.save knows how to write.
+    if elements is None:  # Quantized, sparse, or of a class that torch.save can write.
         saved = io.BytesIO()
         torch.save(tensor, saved)
         return stream.append(saved.getbuffer())
@@ -387,7 +388,7 @@ def _files_of(results: list[list[WriteResult]]) -> dict[str, StoredFile]:
     for result in itertools.chain(*results):
         file, item = result.storage_data
         items.setdefault(file, []).append(item)
-    return {  # Items come in the order of their bytes, which lie end to end.
+    return {  # Items are in the order of their bytes, which are contiguous.
         file: StoredFile(of_file[-1].offset + of_file[-1].nbytes, tuple(of_file))
         for file, of_file in sorted(items.items())
     }

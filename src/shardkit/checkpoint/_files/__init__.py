@@ -1,1 +1,1 @@
-"""Files of one kind each: tensors by name, read and written without loading the rest."""
+"""Formats of files: tensors by name, read and written without loading the rest."""

@@ -1,7 +1,7 @@
-"""Bytes on disks: whole or not at all, verified, and the names beside them while they are written.
+"""Bytes on disks, complete or absent, and the temporary names of what is being written.
 
-No two jobs use the same name beside a checkpoint: a name has in it who made it. So no lock is
-needed, and what a killed job leaves is told from what another one writes.
+No two jobs use the same name beside a checkpoint, because the name contains its maker. So no lock
+is needed, and leftovers of a killed job can be distinguished from the files of a running one.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 # --- bytes ----------------------------------------------------------------------------------------
 
 PART_NBYTES = 2**24
-"""Of tensors that come part after part."""
+"""Size of the parts in which tensors are read and written."""
 
 MAX_INDEX_NBYTES = 2**30
-"""Of a file that says where tensors are: more than that of any checkpoint that can be saved."""
+"""Size limit of an index of tensors; no checkpoint that can be saved has a larger one."""
 
 DAMAGED = "The checkpoint is damaged: load another one."
 
-_MAX_NAME_LEN = 255  # No file system has a longer name.
+_MAX_NAME_LEN = 255  # No file system has longer names.
 
 
 Keys = tuple[str | int, ...]
-"""They lead to an entry in nested dicts and lists."""
+"""Keys that lead to an entry in nested dicts and lists."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a saved tensor before it is read."""
+    """What is known about a saved tensor before it is read."""
 
-    shape: tuple[int, ...]  # Shape of the whole.
+    shape: tuple[int, ...]  # Shape of the whole tensor.
     dtype: torch.dtype  # Dtype of its elements.
 
     @classmethod
@@ -73,16 +73,16 @@ class TensorInfo:
 
     @property
     def strides(self) -> list[int]:
-        """Strides of it where it is contiguous, in elements."""
+        """Its strides as a contiguous tensor, in elements."""
         return [math.prod(max(n, 1) for n in self.shape[i + 1 :]) for i in range(len(self.shape))]
 
 
 class Source:
-    """Whole tensors by name, of which ranges can be read; subclasses have `read_into`."""
+    """Whole tensors by name, whose ranges can be read; subclasses have `read_into`."""
 
     infos: dict[str, TensorInfo]  # Shape and dtype of every tensor.
-    tied: dict[str, str]  # Names of tensors that are the memory of an earlier one, with its name.
-    others: Collection[str]  # Entries that are no tensors; most sources have their values too.
+    tied: dict[str, str]  # Names of tensors that share the memory of an earlier one, and its name.
+    others: Collection[str]  # Entries that are no tensors; most sources have the values too.
     _room: Tensor | None = None
 
     @functools.cached_property
@@ -113,15 +113,16 @@ class Source:
         return others[key]
 
     def copy_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out`, 1-D, of any dtype, on any device, from `start` on.
+        """Fill `out`, 1-D, of any dtype, on any device, from element `start` on.
 
-        Straight into its memory; where dtype or device differ, through one buffer of 16 MiB. Memory
-        taken and freed between pieces that stay would leave holes in the heap.
+        It reads straight into the memory of `out`; where dtype or device differ, through one buffer
+        of 16 MiB. The buffer is kept: memory that is taken and freed between lasting pieces would
+        leave holes in the heap.
         """
         dtype = self.infos[name].dtype
         if out.dtype == dtype and out.device.type == "cpu":
             self.read_into(name, start, out)
-            torch.autograd.graph.increment_version(out)  # Reading wrote past torch's back.
+            torch.autograd.graph.increment_version(out)  # Torch did not see the write.
             return
         if self._room is None:
             self._room = torch.empty(PART_NBYTES, dtype=torch.uint8)
@@ -133,12 +134,12 @@ class Source:
 
 
 def join_keys(path: Keys) -> str:
-    """Return the name of an entry that keys lead to, as torch.distributed.checkpoint makes it."""
+    """Return the name that torch.distributed.checkpoint gives to the entry behind these keys."""
     return ".".join(map(str, path))
 
 
 def nested(values: Mapping[Keys, Any]) -> Any:
-    """Return values put back where they were: in dicts, and in lists where keys are numbers."""
+    """Return values in the dicts and lists where they were; integer keys make a list."""
     if () in values:
         return values[()]
     inner: dict[str | int, dict[Keys, Any]] = {}
@@ -150,30 +151,30 @@ def nested(values: Mapping[Keys, Any]) -> Any:
 
 
 def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
-    """Return what is saved of a tensor: floating-point ones in another dtype; None: their own."""
+    """Return what is saved of a tensor: a floating-point one gets `dtype`, unless that is None."""
     keep = dtype is None or not info.dtype.is_floating_point
     return info if keep else TensorInfo(info.shape, dtype or info.dtype)
 
 
 def without_memory(info: TensorInfo) -> Tensor:
-    """Return a contiguous tensor whose memory is not touched, so that the system gives it none."""
-    # Not torch.empty, which fills it where deterministic algorithms are asked for.
+    """Return a contiguous tensor whose memory is never touched, so that it takes none."""
+    # torch.empty would fill it if deterministic algorithms are on.
     storage = torch.UntypedStorage(info.nbytes)
     return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, info.strides)
 
 
 def bytes_of(flat: Tensor) -> memoryview:
     """Return the memory of a 1-D contiguous tensor on the host."""
-    # Through uint8, since numpy lacks bfloat16 and the like.
+    # Through uint8, since numpy lacks dtypes such as bfloat16.
     array: Any = flat.detach().view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def read_at(fd: int, offset: int, flat: Tensor, path: Path) -> None:
-    """Fill a 1-D contiguous tensor on the host from a file; raise where that ends before."""
+    """Fill a 1-D contiguous tensor on the host from a file; raise if the file is too short."""
     buffer = bytes_of(flat)
     while len(buffer):
-        # One call moves 2 GiB at most.
+        # One call reads 2 GiB at most.
         count = os.preadv(fd, [buffer], offset)
         if count == 0:
             msg = (
@@ -190,13 +191,13 @@ class Extent:
 
     begin: int  # Offset of its first byte.
     nbytes: int  # Number of bytes.
-    crc_places: tuple[int, ...] = ()  # Offsets of checksums of them.
-    written: int = 0  # Number of bytes that have come.
-    crc: int = 0  # Checksum of these.
+    crc_places: tuple[int, ...] = ()  # Offsets of the checksums of these bytes.
+    written: int = 0  # Number of bytes written so far.
+    crc: int = 0  # Checksum of the bytes written so far.
 
 
 class TensorWriter:
-    """An open file whose tensors come one after another, in parts; it closes the file."""
+    """An open file to which tensors are written one after another, in parts; it closes the file."""
 
     def __init__(self, fd: int, extents: Mapping[str, Extent]) -> None:
         self._fd = fd
@@ -224,7 +225,7 @@ class TensorWriter:
 
 
 def check_saved_dtype(dtype: object) -> None:
-    """Refuse a dtype that parameters would be lost in; None is their own."""
+    """Refuse a dtype that cannot hold parameters; None keeps their own dtype."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return
     msg = (
@@ -240,13 +241,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def kind_of(dtype: torch.dtype) -> int:
-    """Order kinds of dtypes so that converting to a higher one loses nothing but precision."""
+    """Return the order of a dtype's kind; converting to a higher kind loses only precision."""
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn into a `CheckpointError` whatever else a file leads to that nobody has written so."""
+    """Turn any other error that a damaged or foreign file leads to into a `CheckpointError`."""
     try:
         yield
     except ShardkitError:
@@ -257,7 +258,7 @@ def reading(what: object) -> Iterator[None]:
 
 
 def why_refused(error: Exception) -> str:
-    """Return the part of torch's long messages that says what is wrong."""
+    """Return the sentence of torch's long messages that names the reason."""
     found = re.search(r"([^\n:]*GLOBAL \S+[^\n]*?)\.?(?: Please|\n|$)", str(error))
     if found:
         return found[1].strip()
@@ -265,7 +266,7 @@ def why_refused(error: Exception) -> str:
 
 
 def open_regular(path: os.PathLike[str] | str) -> int:
-    """Open a file to read from; what is no file is not opened: a FIFO would have no end."""
+    """Open a regular file to read from; refuse others, such as a FIFO, which has no end."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -275,7 +276,7 @@ def open_regular(path: os.PathLike[str] | str) -> int:
 
 
 def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES) -> bytes:
-    """Return what an index holds; refuse a larger one."""
+    """Return the content of an index; refuse one that is too large."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_nbytes:
@@ -288,7 +289,7 @@ def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES)
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name is that of a file in the directory where it is looked for."""
+    """Whether a name is a file name without a directory."""
     if not isinstance(name, str) or len(name) > _MAX_NAME_LEN:
         return False
     if "\0" in name or "/" in name or os.sep in name:
@@ -297,7 +298,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a small file and have it on the disk."""
+    """Write a small file and flush it to the disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -305,7 +306,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames in a directory last."""
+    """Flush the renames in a directory to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -314,7 +315,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def copy_from_scratch(target: Tensor, scratch: Tensor) -> None:
-    """Copy from host memory that is used again soon, to a device that may read it later (XLA)."""
+    """Copy from reused host memory to a device that may read the memory later (XLA)."""
     at_once = target.device.type in {"cpu", "cuda"}
     target.copy_(scratch if at_once else scratch.clone())
 
@@ -324,19 +325,19 @@ def copy_from_scratch(target: Tensor, scratch: Tensor) -> None:
 INCOMPLETE, REPLACED, DELETED = ".incomplete", ".replaced", ".deleted"
 
 ABANDONED_AFTER_S = 3600.0
-"""Nothing is written for so long, and it is not known whether the job lives: it is on another host.
+"""How long an unreachable job writes nothing until it counts as dead: it is on another host.
 
-If it does, its save fails. What was under the name stays.
+If it is alive after all, its save fails, and the old checkpoint keeps its name.
 """
 
 _NAME_MAX = 255
-_OWNER_MAX = 64  # Of what stands in a name beside that of the host.
+_OWNER_MAX = 64  # Length of the owner in a name, without its host.
 _OWNED = re.compile(
     r"\.(?P<name>.+)"
     r"\.(?P<host>[\w-]*)-(?P<pid>\d+)-(?P<place>[0-9a-f]{8})-(?P<start>\d+)-[0-9a-f]{8}"
     r"(?P<kind>\.incomplete|\.replaced|\.deleted)"
 )
-# Without an owner: of shardkit before names had one.
+# Names without an owner: earlier releases of shardkit made them.
 _OWNERLESS = re.compile(r"\.(?P<name>.+)(?P<kind>\.incomplete|\.replaced|\.deleted)")
 
 
@@ -344,17 +345,17 @@ _OWNERLESS = re.compile(r"\.(?P<name>.+)(?P<kind>\.incomplete|\.replaced|\.delet
 class Owner:
     """The process that made a name: the first of the ranks that save."""
 
-    host: str  # Name of its host, maybe cut.
+    host: str  # Name of its host, perhaps shortened.
     pid: int  # Process id.
-    place: str  # Checksum that tells apart hosts, their boots, and containers; zeros: not known.
-    start: str  # Time at which it began, in ticks of its host: process ids are used again.
+    place: str  # Checksum of the host, its boot and its container; zeros: unknown.
+    start: str  # Time at which it began, in the host's ticks: process ids are reused.
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host or 'an unnamed host'}"
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether it runs; None if that cannot be known here."""
+        """Whether the process runs; None if this host cannot know."""
         if not self.place.strip("0") or self.place != _place():
             return None
         return start_of(self.pid) == self.start
@@ -362,12 +363,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class Aside:
-    """A directory or file under such a name."""
+    """A directory or file under a temporary name."""
 
-    path: Path  # Place of it.
-    name: str  # That of the checkpoint.
+    path: Path  # Path of the directory or file.
+    name: str  # Name of the checkpoint.
     kind: str  # ``".incomplete"``, ``".replaced"`` or ``".deleted"``.
-    # Process that made it; None in what a release wrote whose names had no owner.
+    # Process that made it; None if an earlier release, without owners in names, wrote it.
     owner: Owner | None
 
     @property
@@ -377,7 +378,7 @@ class Aside:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nobody is at work on it any more."""
+        """Whether no process is at work on it any more."""
         if self.owner is None:
             return True
         is_alive = self.owner.is_alive
@@ -387,7 +388,7 @@ class Aside:
 
 
 def new_aside(path: Path, kind: str) -> Path:
-    """Return a name beside `path` that nobody else uses."""
+    """Return a name beside `path` that no other job uses."""
     me = own()
     room = max(_NAME_MAX - _OWNER_MAX - len(os.fsencode(path.name)), 0)
     owner = f"{me.host[:room]}-{me.pid}-{me.place}-{me.start}-{secrets.token_hex(4)}"
@@ -395,7 +396,7 @@ def new_aside(path: Path, kind: str) -> Path:
 
 
 def parse_aside(path: Path) -> Aside | None:
-    """Tell what a path is; None if it is not of this kind."""
+    """Return the parts of a temporary name; None if it is another name."""
     if (found := _OWNED.fullmatch(path.name)) is not None:
         owner = Owner(found["host"], int(found["pid"]), found["place"], found["start"])
         return Aside(path, found["name"], found["kind"], owner)
@@ -405,7 +406,7 @@ def parse_aside(path: Path) -> Aside | None:
 
 
 def asides_in(directory: Path) -> Iterator[Aside]:
-    """Yield what in a directory is of this kind."""
+    """Yield the directories and files in a directory that have temporary names."""
     with contextlib.suppress(FileNotFoundError):
         for entry in sorted(os.listdir(directory)):  # noqa: PTH208 - names are enough
             if entry.startswith(".") and (aside := parse_aside(directory / entry)) is not None:
@@ -413,7 +414,7 @@ def asides_in(directory: Path) -> Iterator[Aside]:
 
 
 def own() -> Owner:
-    """Return this process."""
+    """Return the owner that is this process."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:32]
     return Owner(host, os.getpid(), _place(), start_of(os.getpid()))
 
@@ -424,7 +425,7 @@ def _place() -> str:
 
 
 def _last_written(path: Path) -> float:
-    """Return when the newest of what is in a directory was written."""
+    """Return when the newest content of a directory was written."""
     newest = 0.0
     with contextlib.suppress(OSError):
         newest = path.lstat().st_mtime

@@ -1,7 +1,7 @@
-"""Files that hold whole tensors: of torch.save, safetensors, directories as Hugging Face has them.
+"""Files of whole tensors: of torch.save, safetensors, and directories in Hugging Face's format.
 
-`FullFile` reads any of them in parts, `FullWriter` writes any of them tensor after tensor: neither
-ever has more than the part in memory.
+`FullFile` reads any of them in parts, and `FullWriter` writes any of them tensor by tensor. Both
+hold only the present part in memory.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 # --- safetensors ----------------------------------------------------------------------------------
 #
-# Its specification: huggingface.co/docs/safetensors. Read and written here rather than by the
-# package of that name, because that slices by dims and maps or copies whole tensors: a rank's
-# piece is a flat range, which is read straight into its memory.
+# Its specification: huggingface.co/docs/safetensors. The package of that name is not used, because
+# it slices by dims and maps or copies whole tensors. A rank's piece is a flat range, which is read
+# straight into its memory here.
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -73,7 +73,7 @@ _ALIGN_NBYTES = 8
 
 
 class SafetensorsFile(Source):
-    """A file to read from. Only what is asked for is read; nothing is mapped."""
+    """A file to read from; only the requested ranges are read, and nothing is mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class SafetensorsFile(Source):
         end = 0
         for offset, name in sorted((offset, name) for name, offset in self._offsets.items()):
             nbytes = self.infos[name].nbytes
-            if nbytes and offset < end:  # One file would stand for any amount of memory.
+            if nbytes and offset < end:  # A small file could claim any amount of memory.
                 self._refuse(f"{name!r} overlaps another one at byte {offset}")
             end = max(end, offset + nbytes)
 
@@ -147,14 +147,14 @@ class SafetensorsFile(Source):
 def safetensors_writer(
     path: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
 ) -> TensorWriter:
-    """Make a file to write tensor after tensor; refuse dtypes that the format lacks."""
+    """Open a file to write tensor by tensor; refuse dtypes that the format lacks."""
     if sys.byteorder != "little":
         msg = "safetensors files are little-endian, this machine is not. Use format='torch'."
         raise CheckpointError(msg)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     extents: dict[str, Extent] = {}
     end = 0
-    # Wide dtypes first, so that every tensor is aligned, as the reference implementation does.
+    # Wide dtypes first, which aligns every tensor, as in the reference implementation.
     for name in sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name)):
         info = infos[name]
         if info.dtype not in _NAMES:
@@ -191,11 +191,11 @@ _STEMS = {"torch": ("pytorch_model", ".bin"), "safetensors": ("model", ".safeten
 """Names of weights in a Hugging Face directory."""
 _SUFFIX = ".safetensors"
 _FOREIGN_SUFFIXES = {"torch": (_SUFFIX,), "safetensors": (".pt", ".pth", ".bin", ".ckpt")}
-"""By these readers, torch.load among them, choose how to read."""
+"""Suffixes of other formats. Readers such as torch.load choose the format by the suffix."""
 
 
 class FullFile(Source):
-    """A file or directory of whole tensors, to read parts of.
+    """A file or directory of whole tensors, whose parts can be read.
 
     Args:
         path: A file of torch.save with a state dict (or one under the key ``"model"``), a
@@ -204,12 +204,13 @@ class FullFile(Source):
 
     Attributes:
         infos: Shape and dtype of every tensor.
-        tied: Names whose tensor is that of an earlier name, with that name.
+        tied: Names of tensors that are the same as an earlier one, with the earlier name.
         others: Entries that are no tensors.
         parts: File that holds each tensor.
 
     Raises:
-        CheckpointError: It is none of these, was damaged, or a file of the index is missing.
+        CheckpointError: The path is none of these, or is damaged, or a file of the index is
+            missing.
     """
 
     kind = "whole tensors"
@@ -306,16 +307,17 @@ def _find_in_directory(directory: Path) -> Path:
 
 
 class FullWriter:
-    """Writes whole tensors that come one after another, in parts, to a file or directory.
+    """Writes whole tensors, one after another and in parts, to a file or directory.
 
-    A context: what is written appears under its name when the body ends, flushed to the disk, and
-    not at all if it raises. Parts of a tensor come in order; tensors in any. With `max_shard_size`,
-    or for safetensors without their suffix, `path` is a directory that has no weights yet and gets
-    names as Hugging Face's libraries expect.
+    It is a context: the files appear under their names when the body ends, flushed to the disk; if
+    the body raises, they do not appear. Parts of a tensor must come in order; tensors may come in
+    any order. With `max_shard_size`, or for safetensors without their suffix, `path` is a
+    directory. It must not have weights yet, and its files get the names that Hugging Face's
+    libraries expect.
 
-    Names in `tied` are another tensor again, which do not come themselves: a torch file holds them
-    as tied, a safetensors file under that tensor's name only. `arrange` makes what one torch file
-    holds of all tensors, which are empty then, by name.
+    Names in `tied` belong to tensors that repeat another one; they are not written themselves. A
+    torch file holds them as tied, a safetensors file holds that other tensor only. `arrange` gets
+    the tensors of one torch file by name, still empty, and returns the content of the file.
     """
 
     def __init__(
@@ -380,7 +382,7 @@ class FullWriter:
             self._abandon()
 
     def _plan_directory(self, max_shard_size: int | str | None) -> dict[Path, list[str]]:
-        """Return which file gets which tensors, in order, as many as fit."""
+        """Return the tensors of each file, in order, as many as fit."""
         weights = (_SUFFIX, ".bin", _INDEX_SUFFIX)
         entries = self.path.iterdir() if self.path.is_dir() else ()
         present = [entry.name for entry in entries if entry.name.endswith(weights)]
@@ -434,7 +436,7 @@ class FullWriter:
         self._writers.clear()
         self._give_names()
         if self._index is not None:
-            # Last: without it the directory is no model.
+            # Last, since without it the directory is no model.
             stem, suffix = _STEMS[self._format]
             index = self.path / f"{stem}{suffix}{_INDEX_SUFFIX}"
             aside = new_aside(index, INCOMPLETE)
@@ -443,7 +445,7 @@ class FullWriter:
         fsync_directory(next(iter(self._asides)).parent)
 
     def _give_names(self) -> None:
-        """Rename all files; in a directory none if another job has written one meanwhile."""
+        """Rename all files; in a directory none, if another job has written one meanwhile."""
         named: list[Path] = []
         try:
             for file, aside in self._asides.items():
@@ -468,7 +470,7 @@ class FullWriter:
 
 
 def _is_linked(aside: Path, file: Path) -> bool:
-    """Give a file another name that nothing has, or raise; False where there are no links."""
+    """Give a file another, unused name, or raise; False where there are no hard links."""
     try:
         os.link(aside, file)
     except FileExistsError:
@@ -479,7 +481,7 @@ def _is_linked(aside: Path, file: Path) -> bool:
 
 
 def parse_size(size: int | str) -> int:
-    """Return the bytes that ``"5GB"``, ``"512MiB"`` or a number means."""
+    """Return the number of bytes in ``"5GB"``, ``"512MiB"`` or a number."""
     try:
         return byte_size(size)
     except NotOfKindError as error:

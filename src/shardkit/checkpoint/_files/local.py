@@ -1,4 +1,4 @@
-"""Files that hold one rank's part each, shardkit's and torch_xla's: read as whole tensors."""
+"""Files with one rank's part each, of shardkit or torch_xla, which are read as whole tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_SHOWN = 16
 
 
 def metadata_of(state: Any, what: object) -> dict[str, Any]:
-    """Return the description in a local state dict: all of it makes sense, whoever wrote it."""
+    """Return the description in a local state dict, after checks that it is consistent."""
     metadata = state.get(METADATA) if isinstance(state, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         msg = (
@@ -53,7 +53,7 @@ def metadata_of(state: Any, what: object) -> dict[str, Any]:
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Raise some error if a description cannot be."""
+    """Raise some error if a description is impossible."""
     rank, world_size = metadata["rank"], metadata["world_size"]
     names = [*metadata["tied"], *metadata["tied"].values(), *metadata[MODEL]]
     entries = [*metadata[MODEL].items()]
@@ -80,12 +80,12 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
 
 
 def info_of(described: Mapping[str, Any]) -> TensorInfo:
-    """Return what the description of one tensor says of the whole."""
+    """Return shape and dtype of the whole tensor, from its description."""
     return TensorInfo(tuple(described["shape"]), getattr(torch, described["dtype"]))
 
 
 def piece_info(described: Mapping[str, Any]) -> TensorInfo:
-    """Return what the description of one tensor says of this rank's piece."""
+    """Return shape and dtype of this rank's piece, from the tensor's description."""
     info = info_of(described)
     if described["cut"] is None:
         return info
@@ -94,7 +94,7 @@ def piece_info(described: Mapping[str, Any]) -> TensorInfo:
 
 
 def is_piece(value: Any, described: Mapping[str, Any]) -> bool:
-    """Whether a value is the piece that is described."""
+    """Whether a value is the piece in the description."""
     is_tensor = isinstance(value, torch.Tensor)
     return is_tensor and TensorInfo.of(value) == piece_info(described)
 
@@ -107,11 +107,11 @@ class SavedRange:
     stop: int  # End of the range.
     file: TorchFile  # File that holds it.
     saved: str  # Name in the file.
-    first: int = 0  # First element of the range in what is saved under this name.
+    first: int = 0  # First element of the range in the saved tensor.
 
 
 class RankFiles(Source):
-    """Files of all ranks of one save, as whole tensors."""
+    """Files of all ranks of one save, which are read as whole tensors."""
 
     kind = "per-rank files"
     files: list[Path]
@@ -125,7 +125,7 @@ class RankFiles(Source):
         self._pieces: dict[str, list[SavedRange]] = {}
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` from `start` on, of whatever pieces that takes."""
+        """Fill `out` from `start` on, from as many pieces as that takes."""
         stop = start + out.numel()
         for piece in self._pieces[name]:
             low, high = max(piece.start, start), min(piece.stop, stop)
@@ -138,13 +138,13 @@ class RankFiles(Source):
                 part.copy_(piece.file.read(piece.saved, first, first + high - low))
 
     def chunks(self, name: str) -> list[dict[str, Any]]:
-        """Return the files that hold a tensor, with the range of each; None: all of it."""
+        """Return the files that hold a tensor, with the range of each; None: the whole tensor."""
         return self._chunks[name]
 
     def _add_tensor(
         self, path: tuple[str, ...], info: TensorInfo, ranges: Sequence[SavedRange], *, is_cut: bool
     ) -> None:
-        """Note of which ranges a tensor consists; replicas of one are in several files."""
+        """Note the ranges of a tensor; several files hold replicas of the same range."""
         key = ".".join(path)
         by_start: dict[int, SavedRange] = {}
         for each in ranges:
@@ -168,7 +168,7 @@ class RankFiles(Source):
 
 
 class LocalFiles(RankFiles):
-    """The files of `local_state_dict`, all ranks' of one save.
+    """The files of `local_state_dict` from all ranks, of one save.
 
     Names are ``model.<name>`` and ``optim.state.<parameter>.<state>``.
     """
@@ -224,7 +224,7 @@ class LocalFiles(RankFiles):
         saved: str,
         described: list[dict[str, Any] | None],
     ) -> None:
-        """Note of which pieces, in which files, a tensor consists."""
+        """Note the pieces of a tensor, and their files."""
         if described[0] is None:
             msg = f"{opened[0].path} does not describe {saved!r}."
             raise CheckpointError(msg)
@@ -251,7 +251,7 @@ def _check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int
         if other is not file:
             msg = f"{file} and {other} are both of rank {rank}. Remove one of them."
             raise CheckpointError(msg)
-    # Not all of them: what a file says of the number of ranks may be any number.
+    # Only some of them: the number of ranks in a damaged file may be any number.
     absent = (str(rank) for rank in range(world_size) if rank not in by_rank)
     missing = list(islice(absent, _MAX_SHOWN + 1))
     if missing:
@@ -265,14 +265,14 @@ def _check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int
 
 # --- torch_xla's files ----------------------------------------------------------------------------
 #
-# What its users save on each rank, by `xm.save`::
+# Its users save these on each rank, by `xm.save`::
 #
 #     "model":           {name: shard of a parameter, padded; or a whole buffer}
 #     "shard_metadata":  model.get_shard_metadata()
 #
 # The shards of all ranks, end to end, are the flattened parameter and padding. With
-# ``flatten_parameters=True`` that is a flat one, in which several lie end to end. Tried on files
-# of torch_xla 2.9.0; source: its ``distributed/fsdp/state_dict_utils.py``.
+# ``flatten_parameters=True`` they are a flat parameter, in which several parameters lie end to end.
+# Tested on files of torch_xla 2.9.0; source: its ``distributed/fsdp/state_dict_utils.py``.
 
 _SHARD = re.compile(r"(?s)(?:(.*?)\.)??(_fsdp_shard.*)")  # The module and the name of a shard.
 _FLAT = "_fsdp_wrapped_module.flat_param_"
@@ -290,10 +290,9 @@ def _xla_metadata(file: TorchFile) -> dict[str, Any] | None:
 
 
 class XlaFsdpFiles(RankFiles):
-    """The files of all ranks; names are ``model.<name>``, as in the model as it was.
+    """The files of all ranks; names are ``model.<name>``, as in the model before sharding.
 
-    A tied weight is in them under its first name only, and stays so: they do not say which others
-    it had.
+    A tied weight appears under its first name only, since the files do not record its other names.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -326,7 +325,7 @@ class XlaFsdpFiles(RankFiles):
     def _add_shards(
         self, whole: str, saved: str, shard: dict[str, Any], opened: list[TorchFile]
     ) -> None:
-        """Note of which shards a parameter consists, or those that lie in a flat one."""
+        """Note the shards of a parameter, or of all parameters in a flat one."""
         dtype = opened[0].infos[saved].dtype
         numel = 0
         for file in opened:
@@ -356,7 +355,7 @@ class XlaFsdpFiles(RankFiles):
     def _add(
         self, name: str, info: TensorInfo, files: list[TorchFile], saved: str, start: int = 0
     ) -> None:
-        """Note of which pieces a tensor consists: from `start` on of what files hold end to end."""
+        """Note the pieces of a tensor: from `start` on, in what the files hold end to end."""
         plain = _plain(name)
         if f"{MODEL}.{plain}" in self.infos:
             msg = f"{self.files[0]} and others hold {plain!r} twice. Were modules wrapped twice?"
@@ -372,7 +371,7 @@ class XlaFsdpFiles(RankFiles):
 
 
 def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
-    """Return the files by rank, if there is one of each."""
+    """Return the files by rank, if there is exactly one of each."""
     described = []
     for file in opened:
         metadata = _xla_metadata(file)
@@ -397,7 +396,7 @@ def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
 
 
 def _plain(name: str) -> str:
-    """Return a name as it was before modules were wrapped."""
+    """Return a name as it was before the modules were wrapped."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -1,9 +1,9 @@
-"""Files of `torch.save`: state dicts read in parts, written tensor after tensor.
+"""Files of `torch.save`: state dicts that are read in parts, and written tensor by tensor.
 
-Such a file is a zip archive: a pickle, then one uncompressed entry per storage, in the order in
-which the pickle meets them. To write one of which no tensor is in memory, torch writes it with
-holes for the storages (`torch.serialization.skip_data`); the bytes and their checksums are put in
-as they come.
+Such a file is a zip archive: a pickle, then one uncompressed entry for each storage, in the order
+in which the pickle meets them. To write a file whose tensors are not in memory, torch first writes
+it with holes for the storages (`torch.serialization.skip_data`). The bytes and their checksums are
+then written into the holes as they arrive.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class _ZipEntry:
 
     offset: int  # Offset of its first element, in bytes.
     strides: tuple[int, ...] | None  # Strides in elements; None: contiguous.
-    is_conj: bool  # The numbers in the file are the conjugates of its own.
-    is_neg: bool  # The numbers in the file are the negatives of its own.
+    is_conj: bool  # The file holds the conjugates of the values.
+    is_neg: bool  # The file holds the negatives of the values.
 
 
 class TorchFile(Source):
-    """A saved state dict to read from: under a key, one of the usual names, or alone in a file.
+    """A saved state dict to read from: under a key, under a usual name, or alone in a file.
 
-    Loaded once with ``weights_only=True, mmap=True``, by which nothing is executed and no tensor is
-    read, to learn where each one lies. Then the mapping is dropped: its pages would count as this
-    process's memory as they are read, and stay until Python collects what torch.load left. `beside`
-    has the entries beside the state dict.
+    It is loaded once with ``weights_only=True, mmap=True``, to learn where each tensor lies. This
+    executes nothing and reads no tensor. Then the mapping is dropped: its pages would count as
+    memory of this process once they are read, and stay until Python collects the leftovers of
+    torch.load. `beside` holds the entries beside the state dict.
     """
 
     def __init__(self, path: Path, key: str | None = None) -> None:
@@ -85,7 +85,7 @@ class TorchFile(Source):
                 self.tied[name] = of
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` from `start` on. Of a tensor that is not contiguous, rows are read."""
+        """Fill `out` from `start` on; of a tensor that is not contiguous, whole rows are read."""
         if out.numel() == 0:
             return
         place, info = self._places[name], self.infos[name]
@@ -108,7 +108,7 @@ class TorchFile(Source):
             out.neg_()
 
     def _locate(self, tensors: Mapping[str, Tensor]) -> dict[str, _ZipEntry]:
-        """Return where in the file the mapped tensors lie; the system knows what it has mapped."""
+        """Return where the mapped tensors lie in the file, from the system's list of mappings."""
         inode = os.fstat(self._fd).st_ino
         mapped = []
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -179,7 +179,7 @@ def _load(path: Path) -> Any:
             f"a torch before 1.6: then load and save it once by a newer one."
         )
         raise CheckpointError(msg) from error
-    # Where this process has a mesh of the same shape, also for something else.
+    # Loading succeeds if this process has a mesh of the same shape, even for another purpose.
     if _has_sharded_tensors(loaded):
         raise _sharded_error(path)
     return loaded
@@ -191,7 +191,7 @@ def _has_sharded_tensors(loaded: Any) -> bool:
         value = waiting.pop()
         if isinstance(value, ShardedTensor):
             return True
-        # Once each: what is shared at many levels stands for far more than there is.
+        # Each value once: values that are shared at many levels would be visited far too often.
         if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             waiting += value.values() if isinstance(value, Mapping) else value
@@ -237,20 +237,20 @@ def torch_writer(
     infos: Mapping[str, TensorInfo],
     arrange: Callable[[dict[str, Tensor]], Any],
 ) -> TensorWriter:
-    """Make a file to write tensor after tensor; `arrange` says of empty tensors what is saved.
+    """Open a file to write tensor by tensor; `arrange` makes its content of empty tensors.
 
-    Cost: a header's worth of writes, and address space for the tensors, but no memory.
+    Cost: writes of a header's size. Takes address space for the tensors, but no memory.
     """
     for name, info in infos.items():
         if info.dtype in _QUANTIZED:
             msg = f"{name!r} has dtype {info.dtype}, which is no dtype of plain elements."
             raise CheckpointError(msg)
-    path.open("wb").close()  # If it cannot be made, torch says so without the file's name.
+    path.open("wb").close()  # torch's error would not name the file.
     empties = {name: without_memory(info) for name, info in infos.items()}
     tree = arrange(empties)
     with torch.serialization.skip_data():
         torch.save(tree, path)
-    # As pickle does: each storage when it is met for the first time.
+    # In pickle's order: each storage when pickle meets it for the first time.
     storages = dict.fromkeys(_storage_address(tensor) for tensor in iter_tensors(tree, depth=0))
     position = {address: i for i, address in enumerate(storages)}
     entries = _storage_entries(path)
@@ -261,7 +261,7 @@ def torch_writer(
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return what tells a storage from others, also if it is empty."""
+    """Return what distinguishes a storage from others, also from other empty ones."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or -id(tensor)
 
@@ -277,7 +277,7 @@ _HAS_DESCRIPTOR = 0x8
 def _storage_entries(path: Path) -> list[Extent]:
     """Return the archive's entries of storages, in their order.
 
-    Python's zipfile knows where entries begin; where their checksums lie it does not tell.
+    Python's zipfile knows where entries begin, but not where their checksums are.
     """
     found: dict[int, Extent] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:

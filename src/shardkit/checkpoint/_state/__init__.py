@@ -1,1 +1,1 @@
-"""What is saved and loaded: models and optimizers by names, parts, and where values come from."""
+"""The state to save and load: models and optimizers by names, and the sources of values."""

@@ -1,12 +1,12 @@
 """State dicts of models and optimizers by parameter names, sharded or full.
 
 The functions have the names, arguments and meaning of those in
-``torch.distributed.checkpoint.state_dict``, with these differences: an optimizer that was never
-stepped has an empty state, where torch steps it with zero gradients (which counts as a step);
-parameters are found also while a module shows unsharded ones; a module of ``submodules`` must be in
-the model, where torch returns all of the state; with ``full_state_dict`` a missing parameter is
-missing, where torch goes on with the model's own; of parameters that a state has nothing of, the
-optimizer's state begins anew.
+``torch.distributed.checkpoint.state_dict``, with these differences. An optimizer that was never
+stepped has an empty state; torch steps it with zero gradients, which counts as a step. Parameters
+are also found while a module shows unsharded ones. A module of ``submodules`` must be in the model;
+otherwise torch returns all of the state. With ``full_state_dict`` a missing parameter counts as
+missing; torch takes the model's own. If a state has nothing for a parameter, its optimizer state
+begins anew.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ if TYPE_CHECKING:
 
 # --- optimizer state by names ---------------------------------------------------------------------
 #
-# An optimizer numbers its parameters. Here they have names, so that state finds its parameter in
-# a model sharded otherwise, in other parameter groups' order, or in another optimizer.
+# An optimizer numbers its parameters. Here the state goes by names, so that it finds its parameter
+# in a model that is sharded otherwise, in another order of parameter groups, or in another
+# optimizer.
 
 
 def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """Return the state of optimizers by parameter names: ``state`` and ``param_groups``.
 
-    Tensors are those of the optimizers. No optimizer is stepped for it.
+    The tensors are the optimizers' own. No optimizer is stepped for this.
     """
     names = names_of_parameters(model)
     state: dict[str, Any] = {}
@@ -83,7 +84,7 @@ def parameters_by_name(
 def saved_parameters(
     model: nn.Module, optimizers: Optimizers, saved: Container[str]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of which something was saved, and under which of their names."""
+    """Yield the parameters that have a saved state, each with the name under which it was saved."""
     for aliases, param in parameters_by_name(model, optimizers):
         name = next((alias for alias in aliases if alias in saved), None)
         if name is not None:
@@ -96,11 +97,11 @@ def optimizer_template(
     saved: Mapping[str, Mapping[str, TensorInfo | None]],
     rooms: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Return room for a saved optimizer state, made without stepping the optimizers.
+    """Return tensors to load a saved optimizer state into, without stepping the optimizers.
 
-    Entries are tensors to load into: those of `rooms`, where there are any; else sharded like the
-    parameter if they have its shape, end to end with those of the parameter's bucket; else plain
-    ones on the host; None for what is no tensor.
+    Entries are those of `rooms`, where there are any. Otherwise an entry of the parameter's shape
+    is sharded like the parameter, contiguous with the entries of its bucket; other entries are
+    plain tensors on the host. The entry is None for a value that is no tensor.
     """
     state: dict[str, dict[str, Any]] = {}
     for name, param in saved_parameters(model, optimizers, saved):
@@ -122,16 +123,16 @@ def room_for(
     """Return a tensor to load one entry of a parameter's state into; see `optimizer_template`."""
     if info.shape != tuple(param.shape) or not _is_like_parameter(key, info, saved):
         return torch.empty(info.shape, dtype=info.dtype)
-    # Of sharded ones `zeros_like` makes neighbours in one flat, `empty_like` does not.
+    # `zeros_like` makes sharded tensors adjacent in one flat tensor, `empty_like` does not.
     return torch.zeros_like(param.detach(), dtype=info.dtype)
 
 
 def _is_like_parameter(
     key: str, info: TensorInfo, saved: Mapping[str, Mapping[str, TensorInfo | None]]
 ) -> bool:
-    """Whether an entry of the parameter's shape is one number for each of its elements.
+    """Whether an entry of the parameter's shape has one number for each of its elements.
 
-    In doubt is a parameter without dimensions: then the same entry of others that have some tells.
+    This is unclear for a parameter without dims: then the same entry of other parameters decides.
     """
     if info.shape or key in STATE_NUMBERS:
         return bool(info.shape)
@@ -147,11 +148,11 @@ def _has_dims(infos: Iterable[TensorInfo | None]) -> bool:
 def put_optimizer_state(
     model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Put state by parameter names into optimizers, which keep the tensors, not copies of them.
+    """Put a state by names into optimizers, which keep these tensors and not copies of them.
 
     A parameter without an entry has no state afterwards. Options come from the saved group that
-    lists the group's parameters; those that were not saved stay. After an error nothing has been
-    changed.
+    lists the group's parameters; options that were not saved stay as they are. An error changes
+    nothing.
     """
     loads = list(numbered_states(model, optimizers, state, strict=strict))
     for optimizer, numbered_state in loads:
@@ -161,7 +162,7 @@ def put_optimizer_state(
 def numbered_states(
     model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], *, strict: bool = False
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """Yield each optimizer, and of a state by names what its ``load_state_dict`` takes."""
+    """Yield each optimizer, and its part of a state by names, for its ``load_state_dict``."""
     names = names_of_parameters(model)
     for optimizer in as_optimizers(optimizers):
         in_groups = names_in_groups(names, optimizer)
@@ -203,12 +204,12 @@ def _options(
     members: Sequence[Sequence[str]],
     state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return a group's options: those of the saved groups that its parameters were in."""
+    """Return a group's options, from the saved groups that its parameters were in."""
     own = {key: value for key, value in group.items() if key != "params"}
     wanted = set(chain.from_iterable(members))
     saved = [g for g in state["param_groups"] if wanted.intersection(g["params"])]
     if not members:
-        # Nothing tells one group without parameters from another, but its place.
+        # Only their places distinguish groups without parameters.
         same_place = state["param_groups"][index : index + 1]
         saved = [g for g in same_place if not g["params"]]
     options = dict(own)
@@ -234,7 +235,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without nesting: an entry for each parameter and option, as torch's has."""
+    """Return a flat state: one entry for each parameter and option, in the format of torch."""
     flat: dict[str, Any] = {}
 
     def put(path: str, entries: Mapping[Any, Any]) -> None:
@@ -255,7 +256,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `flatten`, for the parameters of these optimizers: each is a group of its own."""
+    """Undo `flatten`, for the parameters of these optimizers; each gets a group of its own."""
     known = {name for names, _ in parameters_by_name(model, optimizers) for name in names}
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for path, value in flat.items():
@@ -280,17 +281,17 @@ def get_model_state_dict(
     submodules: Collection[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Return a model's state dict, by names without those of wrappers.
+    """Return a model's state dict, by names without wrappers.
 
     Args:
-        model: Module, sharded or not; all ranks must call it with ``full_state_dict``.
-        submodules: Modules in it whose state alone is returned; None for all.
+        model: Module, sharded or not. With ``full_state_dict``, all ranks must call it.
+        submodules: Modules of the model; only their state is returned. None: the whole model's.
         options: Options of torch: ``full_state_dict``, ``cpu_offload``, ``ignore_frozen_params``,
-            ``keep_submodule_prefixes``. With the first two, rank 0 gets the state and the others an
-            empty dict.
+            ``keep_submodule_prefixes``. With the first two, rank 0 gets the state and the other
+            ranks get an empty dict.
 
     Cost: with ``full_state_dict`` one gather for each tensor (`ShardedTensor.full_tensor`), one
-    tensor at a time where ``cpu_offload`` moves it away.
+    tensor at a time if ``cpu_offload`` moves each away.
     """
     options = options or StateDictOptions()
     state = {plain_name(model, key): value for key, value in model.state_dict().items()}
@@ -306,7 +307,7 @@ def get_model_state_dict(
 def _state_inside(
     model: nn.Module, state: dict[str, Any], submodules: Collection[nn.Module], *, keep: bool
 ) -> dict[str, Any]:
-    """Return the state of some modules in a model, by names in the model or in the module."""
+    """Return the state of some modules of a model, by names in the model or in the module."""
     prefixes = _prefixes(model, submodules)
     found: dict[str, Any] = {}
     for module in filter(submodules.__contains__, prefixes):  # In the same order on all ranks.
@@ -323,7 +324,7 @@ def _state_inside(
 
 
 def _prefixes(model: nn.Module, wanted: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Return what names in each module of the model begin with; `wanted` must be among them."""
+    """Return the prefix of names in each module of the model; `wanted` must be in the model."""
     names = ((each, plain_name(model, name)) for name, each in model.named_modules())
     prefixes = {each: f"{name}." if name else "" for each, name in names}
     for module in wanted:
@@ -368,7 +369,7 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a model and of its optimizers; see the functions for each.
 
-    As with torch, `submodules` chooses from the model only.
+    As in torch, `submodules` selects from the model only.
     """
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
@@ -386,7 +387,7 @@ def _as_wanted(state: dict[str, Any], options: StateDictOptions) -> dict[str, An
 
 
 def whole_state(state: dict[str, Any], *, keep: bool, to_cpu: bool) -> dict[str, Any]:
-    """Return a state with whole tensors; an empty one on ranks that do not keep it. Collective."""
+    """Return a state with whole tensors, and an empty one on ranks without `keep`. Collective."""
 
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensor):
@@ -406,26 +407,25 @@ def set_model_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
-    """Load a model's state dict, of pieces or of whole tensors.
+    """Load a model's state dict, which holds pieces or whole tensors.
 
-    Values are converted to the dtypes of a model that has memory; one on meta takes over the
-    state's.
+    Values are converted to the dtypes of the model; a model on meta takes the dtypes of the state.
 
     Args:
         model: Module, sharded or not. Parameters on the meta device get memory for their pieces.
-        model_state_dict: State by names without those of wrappers, or dict of states by the modules
-            in `model` that they are of. Whole tensors are cut by each rank.
+        model_state_dict: State by names without wrappers, or a dict of states by modules of
+            `model`. Each rank cuts its pieces out of whole tensors.
         options: Options of torch: ``strict``; with ``broadcast_from_rank0`` rank 0 has whole
-            tensors and sends them one at a time, what other ranks pass is not looked at.
+            tensors and sends them one at a time, and the states that other ranks pass are ignored.
 
     Raises:
         CheckpointError: A sharded parameter has another shape; with ``broadcast_from_rank0`` on all
-            ranks. Nothing has been changed then. What passes hooks or methods of the user's own
-            modules is compared behind them, by torch.
-        RuntimeError: As `nn.Module.load_state_dict` does.
+            ranks. Nothing has been changed then. Values that pass through hooks or methods of the
+            user's own modules are compared after these, by torch.
+        RuntimeError: An error of `nn.Module.load_state_dict`.
 
-    Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and memory
-    for 16 MiB; for all of a tensor that is not sharded, or tensor-parallel.
+    Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and 16 MiB of
+    memory; for a tensor that is not sharded, or that is tensor-parallel, memory for all of it.
     """
     return _checked_model(model, model_state_dict, options or StateDictOptions())()
 
@@ -433,7 +433,7 @@ def set_model_state_dict(
 def _checked_model(
     model: nn.Module, given: Mapping[Any, Any], options: StateDictOptions
 ) -> Callable[[], _IncompatibleKeys]:
-    """Compare a state with a model; return what loads it then."""
+    """Compare a state with a model; return a function that loads the state."""
     own = model.state_dict(keep_vars=True)
     keys = {plain_name(model, key): key for key in own}
     by_name = {name: own[key] for name, key in keys.items()}
@@ -448,10 +448,10 @@ def _checked_model(
         target = by_name.get(name)
         if not isinstance(target, ShardedTensor) or not isinstance(value, Tensor | TensorInfo):
             continue
-        packing = target.spec.packing  # Values of the class are packed when they are loaded.
+        packing = target.spec.packing  # Such values are packed when they are loaded.
         if packing is not None and isinstance(value, packing.cls):
             continue
-        is_number = sent is None and not target.shape and len(value.shape) == 1  # Torch takes it.
+        is_number = sent is None and not target.shape and len(value.shape) == 1  # Torch accepts it.
         if not is_number and not keys[name].startswith(changed):
             check_shape(name, tuple(value.shape), tuple(target.shape))
 
@@ -472,7 +472,7 @@ def _checked_model(
 
 
 def _prefixes_of_own_ways(model: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of names whose values other code may change when they are loaded."""
+    """Return the prefixes of names whose values other code may change while they are loaded."""
     modules = model.named_modules(remove_duplicate=False)
     return tuple(
         f"{name}." if name else ""
@@ -488,21 +488,21 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Load the state of one or several optimizers, of pieces or of whole tensors.
+    """Load the state of one or several optimizers, from pieces or whole tensors.
 
     Args:
         model: Module that holds all of their parameters.
         optimizers: One optimizer or several; they need not have been stepped.
         optim_state_dict: State by parameter names, nested or flat.
-        options: Options of torch: ``strict``, ``broadcast_from_rank0`` as in
+        options: Options of torch: ``strict``, and ``broadcast_from_rank0`` as in
             `set_model_state_dict`.
 
     Raises:
         CheckpointError: Parameters are missing (unless ``strict=False``), or a sharded tensor is
             cut otherwise than its parameter. Nothing has been changed then.
 
-    Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor; memory for the
-    new pieces, 16 MiB, and for all of a tensor that is not sharded, or tensor-parallel.
+    Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor. Memory: the new
+    pieces and 16 MiB; for a tensor that is not sharded, or that is tensor-parallel, all of it.
     """
     options, given = options or StateDictOptions(), optim_state_dict
     if options.broadcast_from_rank0:
@@ -530,9 +530,9 @@ def set_state_dict(
 ) -> _IncompatibleKeys:
     """Load the state of a model and of its optimizers; see the functions for each.
 
-    Shapes of sharded parameters are compared first, then the state of optimizers is loaded, then
-    the model, of which names and plain tensors are compared only now. A model on meta is loaded
-    first: the state of its optimizers goes where its parameters are.
+    First the shapes of sharded parameters are compared. Then the state of the optimizers is loaded,
+    and then the model; only now are its names and plain tensors compared. A model on meta is loaded
+    first, because the state of its optimizers goes where its parameters are.
     """
     load_model = _checked_model(model, model_state_dict, options or StateDictOptions())
     loaded = load_model() if any(param.is_meta for param in model.parameters()) else None
@@ -558,10 +558,11 @@ def _placed(
     name: str,
     saved: Mapping[str, Mapping[str, TensorInfo | None]],
 ) -> Any:
-    """Return an entry of a parameter's state as its optimizer needs it: sharded as that is.
+    """Return an entry of a parameter's state as its optimizer needs it: sharded like the parameter.
 
-    Sharded tensors are not copied, as by torch: the memory of a whole state. Plain ones are: an
-    optimizer counts its steps in place, and the same state may be put into another one.
+    Sharded tensors are not copied, as in torch: copies would take the memory of a whole state.
+    Plain ones are copied: an optimizer counts its steps in place, and the same state may be put
+    into another one.
     """
     if isinstance(value, dict):
         return {k: _placed(entry, param, k, name, saved) for k, entry in value.items()}
@@ -586,7 +587,7 @@ def _placed(
 
 
 def _by_names_of(model: nn.Module, state: Any) -> Any:
-    """Return a state by names; those of modules in it are by the names of these modules."""
+    """Return a state by names; in the states of modules, names are those of the module."""
     is_mapping = isinstance(state, Mapping)
     modules = [key for key in state if isinstance(key, nn.Module)] if is_mapping else []
     if not modules:
@@ -604,7 +605,7 @@ def _by_names_of(model: nn.Module, state: Any) -> Any:
 def _received_optimizer(
     model: nn.Module, optimizers: Optimizers, state_of_rank0: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what rank 0 has of optimizers' state, cut like their parameters."""
+    """Return rank 0's state of optimizers, cut like their parameters."""
 
     def entries_of_rank0() -> dict[tuple[str, ...], Any]:
         state = state_of_rank0()
@@ -635,7 +636,7 @@ def _received_optimizer(
         if not keys:
             received["param_groups"] = value
             continue
-        is_nested = isinstance(value, dict) and name in named  # Tensors inside come as they are.
+        is_nested = isinstance(value, dict) and name in named  # Tensors inside are not cut.
         entry = _placed(value, named[name], keys[0], name, saved) if is_nested else value
         received["state"].setdefault(name, {})[keys[0]] = entry
     return received
@@ -643,10 +644,10 @@ def _received_optimizer(
 
 # --- whole optimizer state ------------------------------------------------------------------------
 #
-# - ``"names"``: by parameter names, as FSDP1's ``full_optim_state_dict`` and torch's
+# - ``"names"``: by parameter names, as in FSDP1's ``full_optim_state_dict`` and torch's
 #   ``get_optimizer_state_dict(full_state_dict=True)``.
-# - ``"ids"``: by the optimizer's own numbers, as the ``state_dict()`` of an optimizer of a plain
-#   model, FSDP1's ``rekey_optim_state_dict`` and fairscale's ``gather_full_optim_state_dict``.
+# - ``"ids"``: by the optimizer's own numbers, as in the ``state_dict()`` of a plain model's
+#   optimizer, FSDP1's ``rekey_optim_state_dict`` and fairscale's ``gather_full_optim_state_dict``.
 
 Layout = Literal["names", "ids"]
 
@@ -664,11 +665,11 @@ def gather_optimizer_state(
     Args:
         model: Module that holds all of the optimizer's parameters.
         optimizer: Optimizer of the sharded parameters.
-        rank0_only: The other ranks get an empty dict.
-        layout: ``"names"``: by parameter names; a tied one's first. ``"ids"``: by numbers, in the
-            order of the optimizer's parameter groups, which an optimizer of the plain model's
-            parameters in the same groups loads.
-        to_cpu: Whether it is kept in the memory of the host.
+        rank0_only: Whether only rank 0 gets the state; the other ranks then get an empty dict.
+        layout: ``"names"``: by parameter names; a tied parameter's first name. ``"ids"``: by
+            numbers, in the order of the optimizer's parameter groups. An optimizer of the plain
+            model's parameters in the same groups can load these.
+        to_cpu: Whether the state is moved to the memory of the host.
 
     Returns:
         ``state`` and ``param_groups``. Parameters that were never stepped have no state.
@@ -677,8 +678,9 @@ def gather_optimizer_state(
         CheckpointError: The optimizer holds a parameter that the model does not, or `layout` is
             unknown.
 
-    Cost: an all-gather of at most twice its bytes for each tensor of the state
-    (`ShardedTensor.full_tensor`). Memory: the whole state where it is kept, elsewhere one tensor.
+    Cost: for each tensor of the state an all-gather of at most twice its bytes
+    (`ShardedTensor.full_tensor`). Memory: the whole state on ranks that get it, one tensor on the
+    others.
     """
     _check_layout(layout)
     keep = not rank0_only or group_rank(None) == 0
@@ -700,21 +702,21 @@ def scatter_optimizer_state(
 
     Args:
         state: ``state`` and ``param_groups``, by names or by numbers in the order of the
-            optimizer's parameter groups; what else is in it is not looked at. It is not kept.
+            optimizer's parameter groups. Other entries are ignored. The dict is not kept.
         model: Module that holds all of the optimizer's parameters.
-        optimizer: Optimizer, which need not have been stepped.
-        from_rank0: Rank 0 has the state and sends it, tensor by tensor; what other ranks pass is
-            not looked at. Else each rank has it and cuts out its pieces.
-        strict: Whether each parameter must be in the state or its groups; else parameters that are
-            not begin anew.
+        optimizer: Optimizer; it need not have been stepped.
+        from_rank0: Whether rank 0 has the state and sends it, tensor by tensor; the states that
+            other ranks pass are then ignored. Otherwise each rank has it and cuts out its pieces.
+        strict: Whether each parameter must be in the state or its groups. Otherwise the state of
+            the parameters that are missing begins anew.
 
     Raises:
         CheckpointError: On all ranks: groups have other sizes, or parameters are missing. Nothing
-            has been changed then. State of another shape than the parameter's is the optimizer's
-            own affair, and stays whole.
+            has been changed then. State whose shape differs from the parameter's is not an error:
+            only the optimizer knows it, and it stays whole.
 
-    Cost: with `from_rank0` that of `set_optimizer_state_dict` with ``broadcast_from_rank0``. Else
-    none.
+    Cost: with `from_rank0` the same as `set_optimizer_state_dict` with ``broadcast_from_rank0``;
+    otherwise none.
     """
 
     def named() -> dict[str, Any]:
@@ -744,24 +746,25 @@ def rekey_optimizer_state(
     layout: Layout,
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state in another layout; no tensor is copied, nothing is sent.
+    """Return an optimizer's state in another layout; no tensor is copied or sent.
 
-    As FSDP1's ``rekey_optim_state_dict``.
+    It does the work of FSDP1's ``rekey_optim_state_dict``.
 
     Args:
         state: ``state`` and ``param_groups``, in either layout.
-        model: Module, sharded or plain; its parameters have the names.
-        optimizer: Optimizer, sharded or plain; its parameter groups have the order.
-        layout: The wanted one, see `gather_optimizer_state`.
-        names: The parameters' names by the numbers in `state`, if these are not the optimizer's:
-            fairscale numbers the parameters of each wrapper one after the other.
+        model: Module, sharded or plain, from which the names are taken.
+        optimizer: Optimizer, sharded or plain, from which the order of parameters is taken.
+        layout: The layout to return, see `gather_optimizer_state`.
+        names: The parameters' names by the numbers in `state`, if these are not the optimizer's
+            numbers: fairscale numbers the parameters of each wrapper consecutively.
 
     Returns:
         ``state`` and ``param_groups``. With ``"ids"`` the groups are the optimizer's.
 
     Raises:
-        CheckpointError: Groups have other sizes than the optimizer's, a number has no name, or
-            saved groups of one group's parameters have different options; or `layout` is unknown.
+        CheckpointError: Groups have other sizes than the optimizer's; or a number has no name; or
+            parameters of one group were saved in groups with different options; or `layout` is
+            unknown.
     """
     _check_layout(layout)
     if "state" not in state or "param_groups" not in state:
@@ -793,7 +796,7 @@ def _by_names(
     optimizer: torch.optim.Optimizer,
     names: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """Return a state that was keyed by numbers."""
+    """Return a state by names that was keyed by numbers."""
     by_id: dict[int, str] = dict(enumerate(names)) if names is not None else {}
     if names is None:
         own = names_in_groups(names_of_parameters(model), *as_optimizers(optimizer))

@@ -1,8 +1,8 @@
-"""Names of parameters as they are without wrappers, and whom optimizers' parameters belong to.
+"""Names of parameters as they are without wrappers, and the parameters of optimizers.
 
-In checkpoints parameters have the names that they have in the model as it was written:
-``torch.compile``, DistributedDataParallel and checkpoint wrappers put a module around another, of
-which the names in a checkpoint know nothing. The same names as in torch's ``get_state_dict``.
+In checkpoints, parameters have the names of the model as it was written. ``torch.compile``,
+DistributedDataParallel and checkpoint wrappers put a module around another one, and the names in a
+checkpoint leave the wrapper out. They are the same as in torch's ``get_state_dict``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where a compiled module and a checkpoint wrapper keep the module that they wrap."""
+"""Attributes in which a compiled module and a checkpoint wrapper keep the wrapped module."""
 _MAYBE_WRAPPED = frozenset({*_WRAPPED, "module"})
 
 
 EXTRA_STATE = "_extra_state"
-"""Last part of the name under which torch has a module's own state."""
+"""Last part of the name that torch gives to a module's own state."""
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a parameter's, buffer's or module's name without those of wrappers."""
+    """Return a parameter's, buffer's or module's name without wrappers."""
     if "." not in name or _MAYBE_WRAPPED.isdisjoint(name.split(".")):
         return name
     parts: list[str] = []
@@ -52,7 +52,7 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         bucket = bucket_showing(param)
-        # What optimizers hold of it, also while a module shows the unsharded one.
+        # Optimizers hold the sharded parameter, also while a module shows the unsharded one.
         held = param if bucket is None else bucket.sharded_of(param)
         names.setdefault(held, []).append(plain_name(model, name))
     return names
@@ -62,7 +62,7 @@ def as_optimizers(
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return one or several optimizers as a tuple."""
-    # Not by the class: wrappers of optimizers are no subclasses of it.
+    # The class does not tell: wrappers of optimizers are no subclasses of it.
     one_or_several: Any = optimizers
     return (one_or_several,) if hasattr(optimizers, "param_groups") else tuple(one_or_several)
 
@@ -84,7 +84,7 @@ def names_in_groups(
 
 
 def split_at_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the parameter's name that a text begins with, and what is behind it; None: none."""
+    """Return the known name with which a text begins, and the parts after it; None: none."""
     parts = text.split(".")
     for end in range(1, len(parts)):
         name = ".".join(parts[:end])
@@ -105,7 +105,7 @@ class NamedTensor:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state dict: the objects themselves, also sharded ones not shown now."""
+    """Return the model's state dict: the tensors themselves, also hidden sharded ones."""
     state = model.state_dict(keep_vars=True)
     return {plain_name(model, name): value for name, value in state.items()}
 
@@ -120,7 +120,7 @@ def by_identity(state: dict[str, Any]) -> list[NamedTensor]:
 
 
 def memory_of(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's memory of a tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local_piece.detach()
     held: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
@@ -128,14 +128,14 @@ def memory_of(tensor: Any) -> Tensor:
 
 
 def fill_memory(target: Tensor, device: torch.device, fill: Callable[[Tensor], object]) -> None:
-    """Have `fill` write what this rank holds of a tensor of the model.
+    """Have `fill` write this rank's memory of a tensor of the model.
 
-    One on meta gets the memory once it is filled, and stays the object that it is: a plain one on
-    `device`, a sharded one where its mesh is.
+    A tensor on meta gets memory when it is filled, and stays the same object: a plain one on
+    `device`, a sharded one on the device of its mesh.
     """
     if isinstance(target, ShardedTensor):
         if not target.is_meta:
-            # A view of the shard, whose version tells who has gathered it before.
+            # A view of the shard; its version shows later gathers that it has changed.
             fill(target.to_local())
             return
         spec = target.spec
@@ -153,17 +153,17 @@ def fill_memory(target: Tensor, device: torch.device, fill: Callable[[Tensor], o
 
 
 def set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give modules the state of their own, by its names in the state dict."""
+    """Set the modules' extra state, by its names in the state dict."""
     for name, module in model.named_modules():
         key = f"{plain_name(model, name)}.{EXTRA_STATE}".removeprefix(".")
-        # A wrapper has the name of what it wraps, and no such state.
+        # A wrapper has the name of the module that it wraps, but no such state.
         has_state = type(module).set_extra_state is not nn.Module.set_extra_state
         if has_state and key in values:
             module.set_extra_state(values[key])
 
 
 def device_of(values: Iterable[Any]) -> torch.device:
-    """Return where the ranks of a state exchange tensors, and where those on meta belong."""
+    """Return the device where ranks exchange tensors of a state, and where meta tensors belong."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     for tensor in tensors:
         if isinstance(tensor, ShardedTensor):
@@ -184,7 +184,7 @@ def mesh_of(state: dict[str, Any], path: object, *, allow_meta: bool = False) ->
             f"safetensors; a sharded one after fully_shard."
         )
         raise CheckpointError(msg)
-    # Tensor-parallel parameters are on more ranks than those beside them.
+    # Tensor-parallel parameters are on more ranks than the others.
     largest: DeviceMesh = max(meshes, key=lambda mesh: len(mesh.ranks))
     other = next((m for m in meshes if not set(m.ranks) <= set(largest.ranks)), None)
     if other is not None:

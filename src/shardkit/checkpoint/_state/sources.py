@@ -1,4 +1,4 @@
-"""What is loaded from beside files: state dicts, what one rank has; and what does not fit."""
+"""Sources beside files, such as state dicts or another rank; and entries that do not fit."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Misfits:
-    """What does not fit."""
+    """Entries that do not fit."""
 
-    # Entries of another shape or kind, with what is wrong.
+    # Entries of another shape or kind, each with the difference.
     wrong: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # Entries that are wanted, and not there.
-    unexpected: list[str] = field(default_factory=list)  # Entries that are there, and not wanted.
-    # Part of `unexpected` that another stage of a pipeline has saved.
+    missing: list[str] = field(default_factory=list)  # Entries that are wanted, but not there.
+    unexpected: list[str] = field(default_factory=list)  # Entries that are there, but not wanted.
+    # Those of `unexpected` that another stage of a pipeline has saved.
     of_others: set[str] = field(default_factory=set)
 
     def left_over(self, line: str, *, is_of_others: bool) -> None:
-        """Note what is there and not wanted; what another stage has saved is no fault here."""
+        """Note an entry that is not wanted; it is no error if another stage has saved it."""
         self.unexpected.append(line)
         if is_of_others:
             self.of_others.add(line)
 
     def compare(self, name: str, wanted: Any, found: TensorInfo | None) -> bool:
-        """Note an entry of another shape or kind of dtype, or a tensor on one side only."""
+        """Note an entry whose shape or kind of dtype differs, or a tensor on one side only."""
         differing = []
         if not isinstance(wanted, Tensor) or found is None:
             if isinstance(wanted, Tensor) or found is not None:
@@ -70,7 +70,7 @@ class Misfits:
         return not differing
 
     def common(self, of_all_ranks: Sequence[Misfits]) -> Misfits:
-        """Return these without what another rank wants: stages of a pipeline differ in entries."""
+        """Return these without the entries that another rank wants: stages of a pipeline differ."""
         of_nobody = set(self.unexpected).intersection(*(each.unexpected for each in of_all_ranks))
         unexpected = [line for line in self.unexpected if line in of_nobody - self.of_others]
         return Misfits(self.wrong, self.missing, unexpected)
@@ -86,7 +86,7 @@ class Misfits:
 
 
 def described(value: Any) -> str:
-    """Describe a tensor, or what was saved of one."""
+    """Describe a tensor, or a saved one."""
     if isinstance(value, Tensor | TensorInfo):
         return f"shape {tuple(value.shape)} of {dtype_name(value.dtype)}"
     return "something that is no tensor"
@@ -123,7 +123,7 @@ class StateInMemory(Source):
         self._flat: tuple[str, Tensor] | None = None
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened tensor: 1-D, not copied if it can be."""
+        """Return elements [start, stop) of the flattened tensor: 1-D, not copied if possible."""
         if self._flat is None or self._flat[0] != name:  # Flattening may copy.
             self._flat = (name, self._tensors[name].detach().reshape(-1))
         return self._flat[1][start:stop]
@@ -134,13 +134,13 @@ class StateInMemory(Source):
 
 
 class FromFirstRank(Source):
-    """What only the first of some ranks has; all get all of it, part after part.
+    """Data that only the first of some ranks has; all ranks receive all of it, part by part.
 
     All ranks make this object, with the axes over them, and read the same tensors in the same
-    order. It raises on all ranks, if the first one cannot open its source.
+    order. If the first rank cannot open its source, all ranks raise.
 
-    Cost: an exchange per axis, of what is not a tensor and of descriptions; then a broadcast per
-    axis of every 16 MiB of each tensor. Memory: 16 MiB.
+    Cost: an exchange per axis, of descriptions and of values that are no tensors; then for every 16
+    MiB of each tensor, a broadcast per axis. Memory: 16 MiB.
     """
 
     def __init__(
@@ -180,10 +180,11 @@ class FromFirstRank(Source):
     def receive(
         self, target_of: Callable[[Any, TensorInfo], Any] = lambda *_: None
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield key and value of every entry. Collective: exhaust it.
+        """Yield key and value of every entry. Collective: exhaust the iterator.
 
-        Sharded targets of entries are filled, and are the values; other tensors come whole. Those
-        without dimensions stay on the host: optimizers want numbers of steps there.
+        If an entry has a sharded target, the target is filled and is the value; other tensors come
+        whole. Tensors without dims stay on the host, because optimizers want numbers of steps
+        there.
         """
         for key, info in self.infos.items():
             target = target_of(key, info)
@@ -194,7 +195,7 @@ class FromFirstRank(Source):
             tensor = self.whole(key, self._parts.device if info.shape else torch.device("cpu"))
             yield key, tensor
             if tensor.device.type == "cpu":
-                give_back(tensor.nbytes)  # The one before it, for this one is still referred to.
+                give_back(tensor.nbytes)  # For the one before: this one is still in use.
         self.first.raise_error()
         others: Any = self.others
         yield from others.items()
@@ -205,7 +206,7 @@ def from_rank0(
 ) -> FromFirstRank:
     """Return what rank 0 of the default process group has, whole and plain; see `FromFirstRank`.
 
-    Only rank 0 calls `entries`; what it raises is raised on all ranks.
+    Only rank 0 calls `entries`. If that raises, all ranks raise.
     """
     world = dist.group.WORLD
     axes = [ProcessGroupAxis(world)] if world is not None else []
