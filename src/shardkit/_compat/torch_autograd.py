@@ -93,15 +93,25 @@ def after_unscaling(hook: Callable[[torch.optim.Optimizer, dict[Any, Tensor]], N
 
 
 def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step of an optimizer inside of another one's step, whose hooks have been called.
+    """Take a step of an optimizer inside of another one's step, which runs the global hooks.
 
-    Torch calls the global hooks before the step of each optimizer. The optimizer's own hooks run.
+    Torch calls the global hooks around the step of each optimizer, and around the step of its base
+    class that it may call. The optimizer's own hooks run.
     """
-    step = type(optimizer).step
-    has_own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if getattr(step, "hooked", False) and not has_own:
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    step(optimizer)
+    hooks: tuple[dict[int, Any], ...] = (
+        _torch_optimizer._global_optimizer_pre_hooks,
+        _torch_optimizer._global_optimizer_post_hooks,
+    )
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        type(optimizer).step(
+            optimizer
+        )  # Not what is set on the object, such as a count of schedules.
+    finally:
+        for each, entries in zip(hooks, kept, strict=True):
+            each.update(entries)
 
 
 def note_step(optimizer: Any, *_: object) -> None:

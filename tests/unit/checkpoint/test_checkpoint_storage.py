@@ -336,6 +336,17 @@ def test_latest_says_that_it_cannot_order_checkpoints_of_others(tmp_path: pathli
         assert checkpoint.latest(tmp_path) is None
 
 
+@pytest.mark.parametrize("damaged", ["shardkit.json", "__0_0.distcp"])
+def test_latest_does_not_call_damaged_checkpoints_those_of_others(
+    tmp_path: pathlib.Path, damaged: str
+) -> None:
+    path = checkpoint.save(tmp_path / "step-1", step=1)
+    (path / damaged).write_bytes(b"")
+    with pytest.warns(UserWarning, match="step-1 is passed over") as caught:
+        assert checkpoint.latest(tmp_path) is None
+    assert len(caught) == 1
+
+
 # --- several jobs ---------------------------------------------------------------------------------
 
 

@@ -8,7 +8,10 @@ import typing
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from models import Parameters
 from recording import recording_mesh
@@ -148,17 +151,41 @@ def test_masters_follow_what_others_write() -> None:
     assert third[0] != 1.0
 
 
-def test_hooks_of_all_optimizers_are_called_once() -> None:
+class CallsItsBase(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+class HasAHook(torch.optim.SGD):
+    def __init__(self, *args: typing.Any, **options: typing.Any) -> None:
+        super().__init__(*args, **options)
+        self.num_steps = 0
+        self.register_step_post_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.num_steps += 1
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, CallsItsBase, HasAHook])
+def test_hooks_of_all_optimizers_are_called_once(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = LocalOptimizer([param], optimizer_class)
+    optimizer_class([param])  # Torch patches the step of a class when it makes the first one.
     called = []
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: called.append(optimizer))
+    register = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    handles = [each(lambda optimizer, *_: called.append(optimizer)) for each in register]
     try:
-        param = nn.Parameter(torch.ones(3))
-        optimizer = LocalOptimizer([param], torch.optim.SGD)
         param.grad = torch.ones(3)
-        assert optimizer.step(lambda: 5.0) == 5.0
-        assert called == [optimizer]
+        for _ in range(2):
+            assert optimizer.step(lambda: 5.0) == 5.0
+        assert called == [optimizer] * 4
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+    if isinstance(optimizer.inner, HasAHook):
+        assert optimizer.inner.num_steps == 2
 
 
 def test_settings_that_a_class_counts_are_shown() -> None:

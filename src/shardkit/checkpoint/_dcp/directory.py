@@ -273,7 +273,8 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
         if not found:
             return path
         warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=2)
-    foreign = sorted(file.parent.name for file in parent.glob(f"[!.]*/{METADATA_FILE}"))
+    paths = (file.parent for file in parent.glob(f"[!.]*/{METADATA_FILE}"))
+    foreign = sorted(path.name for path in paths if not (path / MANIFEST_FILE).exists())
     if foreign:
         msg = (
             f"no checkpoint of {parent} has a manifest, which says how new it is. load() reads "
