@@ -106,9 +106,7 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
     for each in hooks:
         each.clear()
     try:
-        type(optimizer).step(
-            optimizer
-        )  # Not what is set on the object, such as a count of schedules.
+        type(optimizer).step(optimizer)  # Schedules replace that of the object.
     finally:
         for each, entries in zip(hooks, kept, strict=True):
             each.update(entries)
