@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardkit._settings import BackwardPrefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -317,6 +317,11 @@ class PendingBackwards:
         self._inside.clear()
 
     @property
+    def groups(self) -> set[int]:
+        """Groups of which any forward may still have a backward."""
+        return {group for groups in self._passes.values() for group in groups}
+
+    @property
     def expects_last(self) -> bool:
         """Whether any forward of the pass that began last may have a backward."""
         return bool(self._last)
@@ -372,14 +377,19 @@ class ReduceOrder:
 
     def __init__(self) -> None:
         self._entered: dict[int, None] = {}
+        self._ended: dict[int, None] = {}
         self._waiting: list[int] = []
         self._complete: set[int] = set()
         self._issued: set[int] = set()
 
     @property
     def entered(self) -> tuple[int, ...]:
-        """Groups that forwards entered since the last backward, in order."""
+        """Groups that forwards entered which may have a backward, in order."""
         return tuple(self._entered)
+
+    def expects(self, group: int) -> bool:
+        """Whether a forward entered the group whose backward may be this one."""
+        return group in self._entered
 
     def enter_forward(self, group: int) -> bool:
         """A forward that may have a backward enters the group; return whether it is the first."""
@@ -416,8 +426,13 @@ class ReduceOrder:
         """The engine is done; return the rest, in order."""
         rest = self._waiting
         self._waiting = []
-        self._entered.clear()
+        self._ended, self._entered = self._entered, {}
         return rest
+
+    def keep(self, awaited: Container[int]) -> None:
+        """After the end: groups of other forwards, which await their backward, stay entered."""
+        self._entered = {**{g: None for g in self._ended if g in awaited}, **self._entered}
+        self._ended = {}
 
     def cancel(self) -> None:
         """No gradient came in this backward (``autograd.grad``): nothing is reduced."""
@@ -427,6 +442,7 @@ class ReduceOrder:
         """Forget everything after an exception."""
         self.cancel()
         self._entered.clear()
+        self._ended.clear()
 
 
 # --- gathers and frees ----------------------------------------------------------------------------
@@ -610,6 +626,11 @@ class UnshardSchedule:
     def awaits_backward(self, group: int) -> bool:
         """Whether a forward of the group may still have its backward."""
         return self._pending.awaits(group)
+
+    @property
+    def awaited(self) -> set[int]:
+        """Groups of which a forward may still have its backward."""
+        return self._pending.groups
 
     def enter_backward(self, group: int, in_pass: int | None = None) -> list[Action]:
         """The first gradient of a group's outputs came: gather it, then the one before it.

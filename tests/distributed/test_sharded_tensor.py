@@ -161,6 +161,18 @@ def test_copies_are_independent_and_detached_tensors_share_memory() -> None:
         assert original.detach().to_local().data_ptr() == original.to_local().data_ptr()
 
 
+@on_ranks(2)
+def test_copies_have_gradients_where_torch_copies_them() -> None:
+    """Of tensors, and not of parameters."""
+    plain, sharded = whole_and_sharded((2,))
+    for parameter in (plain.matrix, sharded.matrix):
+        parameter.square().sum().backward()
+        assert copy.deepcopy(parameter).grad is None
+        tensor = parameter.detach().clone().requires_grad_()
+        tensor.grad = parameter.grad
+        assert copy.deepcopy(tensor).grad is not None
+
+
 def convert_module_dtype(mesh_shape: tuple[int, ...]) -> None:
     plain, sharded = whole_and_sharded(mesh_shape)
     plain.to(torch.bfloat16)

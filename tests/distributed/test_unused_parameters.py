@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import typing
 
 import pytest
@@ -23,6 +24,8 @@ from reference import LOSS_TOLERANCE, Differences, assert_each_within, full_grad
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
     from parity import Run
     from workers import Spawn
 
@@ -98,6 +101,59 @@ def unused_with_weight_decay() -> list[bool]:
 def test_a_parameter_unused_everywhere_does_not_decay(spawn: Spawn) -> None:
     """Its gradient is None as in plain PyTorch; a zero would let AdamW decay it."""
     assert spawn(unused_with_weight_decay, 2) == [[False, False, True]] * 2
+
+
+class Heads(nn.Module):
+    """Layers, and before the first of them in backward the parameters of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.heads = nn.ModuleList([nn.Linear(5, 1), nn.Linear(5, 1)])
+
+    def forward(self, x: Tensor, num_heads: int) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.stack([head(x).mean() for head in self.heads[:num_heads]]).sum()
+
+
+def two_losses_of_one_forward(model: nn.Module, x: Tensor, rank: int) -> None:
+    loss = model(x, 1 + rank)
+    loss.sin().backward(retain_graph=True)
+    loss.cos().backward()
+
+
+def three_forwards_before_the_first_backward(model: nn.Module, x: Tensor, rank: int) -> None:
+    losses = [model(x * factor, 1 + rank) for factor in (1, 2, 3)]
+    for index in (1, 2, 0):
+        losses[index].sin().backward()
+
+
+def different_heads_in_several_backwards(
+    go_backward: Callable[[nn.Module, Tensor, int], None],
+) -> list[bool]:
+    torch.manual_seed(0)
+    plain = Heads()
+    model = copy.deepcopy(plain)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    batches = torch.randn(2, 3, 5)
+    for rank, batch in enumerate(batches):
+        go_backward(plain, batch, rank)
+    go_backward(model, batches[dist.get_rank()], dist.get_rank())
+    pairs = zip(full_grads(model).values(), full_grads(plain).values(), strict=True)
+    return [torch.allclose(found, whole / 2) for found, whole in pairs]
+
+
+@pytest.mark.parametrize(
+    "go_backward", [two_losses_of_one_forward, three_forwards_before_the_first_backward]
+)
+def test_backwards_without_a_forward_of_their_own(
+    spawn: Spawn, go_backward: Callable[[nn.Module, Tensor, int], None]
+) -> None:
+    """Groups are complete at different moments on ranks that use different parameters."""
+    assert spawn(different_heads_in_several_backwards, 2, go_backward) == [[True] * 8] * 2
 
 
 def unused_group(ranks: Ranks) -> list[bool]:

@@ -177,6 +177,41 @@ def test_modules_run_in_any_way(spawn: Spawn, name: str) -> None:
     assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
+# --- parameters that are returned -----------------------------------------------------------------
+
+
+class ReturnsBias(Layers):
+    """Returns a parameter as it is, as contrastive models do with the bias of their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor, depth: int = 4) -> typing.Any:
+        return super().forward(x, depth), self.bias
+
+
+def with_returned_bias(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    output, bias = model(x)
+    return loss_of(output + bias, y)
+
+
+def train_with_returned_bias(reshard_after_forward: bool) -> Differences:
+    plain = ReturnsBias()
+    case = Case(ReturnsBias, lambda model: list(model.layers), regression_batch, with_returned_bias)
+    model = copy.deepcopy(plain)
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard_after_forward)
+    return compare_training(case, fully_shard(model), plain)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_parameter_may_be_returned(spawn: Spawn, reshard_after_forward: bool) -> None:
+    found = spawn(train_with_returned_bias, 2, reshard_after_forward)
+    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
 # --- written in place -----------------------------------------------------------------------------
 
 

@@ -347,7 +347,8 @@ class ModuleState:
             return output
         outputs = []
         if torch.is_grad_enabled():
-            outputs = [t for t in iter_tensors(output) if t.requires_grad]
+            # Not a parameter that it returns as it is: a hook would stay on that for ever.
+            outputs = [t for t in iter_tensors(output) if t.requires_grad and not t.is_leaf]
         if runtime is not None:
             if group is not None:
                 leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward

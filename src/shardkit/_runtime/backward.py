@@ -303,6 +303,9 @@ class Backward:
             self._close_records(group.index)
             state.num_watched = 0
             self._leave(group, in_pass, is_last=True)
+        is_reduced = group.settings.sync and not group.gradients.may_be_local
+        if is_reduced and not self._reductions.order.expects(group.index):
+            return  # The end reduces it: a rank that does not use all of it would not do so now.
         self._complete(group)
 
     def _close_records(self, group_index: int) -> None:
@@ -326,6 +329,7 @@ class Backward:
         self._forget()  # Not after an error: the next forward cleans up then.
         self._schedule.hold(on=self._makes_graph)
         self._gathers.carry_out(self._schedule.end_backward())
+        self._reductions.order.keep(self._schedule.awaited)
         for group in self._groups:
             if not self._makes_graph and not self._schedule.in_use(group.index):
                 group.show(unsharded=False)

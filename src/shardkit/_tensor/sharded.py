@@ -430,7 +430,8 @@ class ShardedTensor(ClientAnswers):
         for name, value in self.__dict__.items():
             if name not in _OWN_ATTRIBUTES:
                 result.__dict__[name] = copy.deepcopy(value, memo)
-        if self.grad is not None:
+        # As torch: a copy of a parameter has no gradient.
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):
             result.grad = copy.deepcopy(self.grad, memo)
         return result
 

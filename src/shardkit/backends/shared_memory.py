@@ -307,8 +307,13 @@ class SharedMemory:
         lane, block, number, nbytes, *peer.num_read = _MESSAGE.unpack(message)
         for _, _, data in extra:
             descriptor = int.from_bytes(data[:4], sys.byteorder)
-            peer.blocks[block] = _mapped(descriptor)
-            os.close(descriptor)
+            try:
+                peer.blocks[block] = _mapped(descriptor)
+            except RuntimeError as error:
+                msg = f"what another rank shares cannot be opened: {error}. {_REMEDY}"
+                raise RuntimeError(msg) from error
+            finally:
+                os.close(descriptor)
         if number != peer.num_received[lane]:
             msg = "a tensor in shared memory was lost: a signal has interrupted a wait for it"
             raise RuntimeError(msg)

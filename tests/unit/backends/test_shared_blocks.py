@@ -348,3 +348,22 @@ def test_a_block_that_cannot_be_mapped_leaves_no_open_file(monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="cannot be shared"):
         first.block(100)
     assert num_descriptors() == before
+
+
+def test_what_cannot_be_mapped_is_explained_and_leaves_no_open_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a process that may open one file more: the descriptor of the memory takes its place."""
+
+    def refuse(_: int) -> torch.Tensor:
+        msg = "unable to open file"
+        raise RuntimeError(msg)
+
+    first, second = connected(2)
+    before = num_descriptors()
+    shared = share(first, 1)
+    share(second, 2)
+    monkeypatch.setattr(shared_memory, "_mapped", refuse)
+    with pytest.raises(RuntimeError, match=r"unable to open file.*ulimit -n"):
+        shared.wait()
+    assert num_descriptors() == before

@@ -84,3 +84,20 @@ def test_a_cancelled_backward_leaves_the_order_for_the_next() -> None:
     assert order.complete(1) == []
     assert order.complete(2) == [2, 1]
     assert order.end_backward() == [0]
+
+
+def test_groups_of_forwards_that_await_a_backward_stay_entered() -> None:
+    order = entered(0, 1, 2)
+    assert order.end_backward() == [2, 1, 0]
+    order.keep({0, 2, 5})
+    assert [order.expects(group) for group in (0, 1, 2, 5)] == [True, False, True, False]
+    order.enter_forward(1)
+    order.begin_backward()
+    assert [order.complete(group) for group in (0, 1, 2)] == [[], [1], [2, 0]]
+
+
+def test_a_cancelled_backward_keeps_all() -> None:
+    order = entered(0, 1)
+    order.cancel()
+    order.keep(set())
+    assert order.entered == (0, 1)
