@@ -158,6 +158,38 @@ def test_a_gradient_outside_of_the_forward_passes_through_too(spawn: Spawn) -> N
     assert spawn(hooks_of_weights_used_elsewhere, 2) == [(["ShardedTensor", "Tensor"], 0.0)] * 2
 
 
+def masked_outside_of_the_forward(when: str) -> tuple[set[str], str, float]:
+    """Mask the gradient of a weight that a loss uses; say what hooks got, and how wrong it is."""
+    model = fully_shard(nn.Linear(4, 2))
+    seen: set[str] = set()
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.add(type(grad).__name__)
+        return grad * torch.tensor([[0.0], [3.0]])
+
+    def backward() -> None:
+        x = torch.full((1, 4), 1.0 + dist.get_rank())
+        uses = [nn.functional.linear(x, weight) for weight in (model.weight, model.weight * 2)]
+        sum(uses).sum().backward()
+
+    if when == "before":
+        model.weight.register_hook(hook)
+    backward()
+    if when == "after":
+        model.weight.register_hook(hook)
+    model.zero_grad()
+    backward()
+    expected = torch.tensor([[0.0], [3.0 * 3 * 1.5]]).expand(2, 4)
+    grad = model.weight.grad
+    return seen, type(grad).__name__, (grad.full_tensor() - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_hook_makes_of_a_sharded_gradient_is_one(spawn: Spawn, when: str) -> None:
+    found = spawn(masked_outside_of_the_forward, 2, when)
+    assert found == [({"ShardedTensor"}, "ShardedTensor", 0.0)] * 2
+
+
 def calls_without_hooks() -> list[int]:
     """Count hooks on what modules compute with: only of parameters that have had one."""
     model = shard(CASE, CASE.make())

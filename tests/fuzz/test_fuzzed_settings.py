@@ -95,6 +95,8 @@ def test_command_lines_of_launch(words: list[tuple[str, typing.Any]]) -> None:
     command=st.sampled_from(["inspect", "verify", "consolidate", "nothing"]),
     words=st.lists(st.one_of(texts, st.sampled_from(["--dtype", "--json", "out.pt"])), max_size=3),
 )
+@example(command="verify", words=["\0"])
+@example(command="verify", words=["\ud800"])
 def test_command_lines(command: str, words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         result = CliRunner().invoke(app, [command, *words])

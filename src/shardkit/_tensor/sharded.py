@@ -118,6 +118,7 @@ _OWN_ATTRIBUTES = (
     "flat_start",
     "cut_for",
     "cut_by",
+    "last_cut",
     "lost_gradient",
 )
 
@@ -145,6 +146,7 @@ class ShardedTensor(ClientAnswers):
     flat_start: int
     cut_for: Any
     cut_by: _GradientCut
+    last_cut: Any
     lost_gradient: str  # Why no gradient may arrive here; absent as a rule.
     __torch_function__ = torch_tensors.disabled_torch_function
 
@@ -207,7 +209,8 @@ class ShardedTensor(ClientAnswers):
 
         Asked for by each operator that autograd records, and by those that return plain tensors:
         in the forward of a user's `autograd.Function` none is recorded. What comes back through a
-        plain tensor is whole, and other on each rank.
+        plain tensor is whole, and other on each rank. So may be what users' hooks return: what they
+        make of it together with a plain tensor. A leaf keeps it, so it is cut there once more.
 
         Args:
             is_gathered: Whether the whole is used, beside what may be each rank's own.
@@ -219,6 +222,9 @@ class ShardedTensor(ClientAnswers):
             self.cut_for = made_by
             self.cut_by = _GradientCut(self.spec, refusal=self.__dict__.get("lost_gradient"))
             torch_autograd.add_first_hook(self, self.cut_by)
+            if self.is_leaf:
+                last = _GradientCut(self.spec, may_be_number=False)
+                self.last_cut = self.register_hook(last)
         if is_gathered:
             self.cut_by.may_be_number = False
 
@@ -235,6 +241,8 @@ class ShardedTensor(ClientAnswers):
         A parameter's gets this rank's whole gradient in each backward, before ranks reduce it.
         """
         handle: Any = super().register_hook(hook)  # type: ignore[no-untyped-call]
+        if "last_cut" in self.__dict__:
+            torch_autograd.run_last(self, self.last_cut)
         unsharded = self.unsharded
         if unsharded is not None:
             # `swap_tensors` cuts them off.

@@ -105,7 +105,7 @@ def stamp(path: Path) -> Stamp:
     """Return what distinguishes the present checkpoint under a name from later ones."""
     try:
         return _stamp_of((path / METADATA_FILE).stat())
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no file can have this name.
         return None
 
 
