@@ -1,7 +1,7 @@
 """Gradients that travel compressed over the replicate axis of a 2-D mesh.
 
 `bf16_compress` and `fp16_compress` send 16 bits of each. `PowerSGD` sends them at low rank, and
-adds what that leaves out in the next step.
+adds the error to the gradients of the next step.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ __all__ = ["PowerSGD", "bf16_compress", "compress_gradients", "fp16_compress"]
 
 
 def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
-    """Have the gradients of all groups in a model go over the replicate axis through `hook`.
+    """Send the gradients of all groups in a model over the replicate axis through `hook`.
 
-    Call it on the root, after `fully_shard`, on all ranks with the same. In place of FSDP1's
-    ``register_comm_hook`` and DDP's. Groups on a mesh of one axis are left as they are.
+    Call it on the root, after `fully_shard`, with the same hook on all ranks. It replaces
+    ``register_comm_hook`` of FSDP1 and DDP. Groups on a mesh of one axis are left as they are.
 
     Args:
         model: A sharded root.
         hook: `bf16_compress`, `fp16_compress`, a `PowerSGD` of this model alone, or any
-            `AllReduce`. None: gradients travel as they are again.
+            `AllReduce`. None: gradients travel uncompressed again.
 
     Raises:
-        StateError: `model` is not sharded, is inside of another root, or has no group with a
-            replicate axis; or the mesh is one of XLA devices.
+        StateError: `model` is not sharded, is inside another root, or has no group with a replicate
+            axis; or the mesh is one of XLA devices.
     """
     if not isinstance(model, FSDPModule):
         msg = (
@@ -94,9 +94,9 @@ def bf16_compress(
 ) -> None:
     """Sum gradients over the replicate axis in bf16: an `AllReduce`.
 
-    As torch's ``bf16_compress_hook``. The engine adds in bf16, too: each of its additions rounds to
-    8 bits. The reduce-scatter stays in `reduce_dtype`, in fp32 say; to have both in bf16, choose
-    that as `reduce_dtype` instead.
+    It works like torch's ``bf16_compress_hook``. The engine adds in bf16, too: each of its
+    additions rounds to 8 bits. The reduce-scatter stays in `reduce_dtype`, for example fp32. To
+    have both in bf16, choose bf16 as `reduce_dtype` instead.
 
     Args:
         tensor: Gradients; see `AllReduce`.
@@ -114,9 +114,9 @@ def fp16_compress(
 ) -> None:
     """Sum gradients over the replicate axis in fp16: an `AllReduce`.
 
-    As torch's ``fp16_compress_hook``. What travels is divided by the number of ranks before, so
-    that averages up to 65504 do not overflow. Parts below 6e-8 become 0, so scale the loss. The
-    engine adds in fp16.
+    It works like torch's ``fp16_compress_hook``. Values are divided by the number of ranks before
+    they travel, so that averages up to 65504 do not overflow. Parts below 6e-8 become 0, so scale
+    the loss. The engine adds in fp16.
 
     Args:
         tensor: Gradients; see `AllReduce`.
@@ -144,11 +144,11 @@ def _all_reduce_as(tensor: Tensor, dtype: torch.dtype, axis: SumAxis, unit: floa
 
 
 class LossScale:
-    """A number, or a GradScaler, which is asked.
+    """Loss scale from a number, or from a GradScaler that is read again and again.
 
     Attributes:
-        value: The scale as it was read last.
-        may_skip: Whether steps are skipped where gradients overflow.
+        value: The scale that was read last.
+        may_skip: Whether steps are skipped if gradients overflow.
     """
 
     def __init__(self, source: Any) -> None:
@@ -169,31 +169,31 @@ class LossScale:
         """Read the scale.
 
         Returns:
-            ``"same"``: the optimizer step that was under way when it was read before still is;
-            ``"stepped"``; ``"skipped"``: the scale got lower.
+            ``"same"``: since the last read no optimizer step has ended; ``"stepped"``: one has;
+            ``"skipped"``: one was skipped, since the scale is lower.
 
-        Cost: waits for the device where the scale is on one.
+        Cost: the host waits for the device if the scale is on one.
         """
         if self._scaler is None:
             return "same"
         before = self.value, self._growth
-        state = self._scaler.state_dict()  # Empty where it is not enabled.
+        state = self._scaler.state_dict()  # Empty if the scaler is not enabled.
         value, self._growth = state.get("scale", 1.0), state.get("_growth_tracker", 0)
         if (value, self._growth) == before:
             return "same"
-        self.value = value or self.value  # By 0 nothing can be divided.
+        self.value = value or self.value  # A scale of 0 cannot divide.
         return "skipped" if value < before[0] else "stepped"
 
 
 # --- sums at low rank -----------------------------------------------------------------------------
 #
-# Pure but for the sums that it is given: what is sent is one tensor of all first factors, and one
-# of all second ones.
+# This part is pure, except for the function that sums. It sends one tensor of all first factors,
+# and one of all second factors.
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Whole rows of one parameter in a rank's range, to be sent at low rank."""
+    """The whole rows of one parameter in a rank's range, to be sent at low rank."""
 
     name: str  # Name of the parameter.
     start: int  # Position of the first element in the range.
@@ -203,11 +203,11 @@ class Matrix:
 
     @property
     def stop(self) -> int:
-        """Position behind the last element."""
+        """Position after the last element."""
         return self.start + self.rows * self.columns
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the matrix in a range."""
+        """Return the matrix as a view of a range."""
         return flat[self.start : self.stop].view(self.rows, self.columns)
 
 
@@ -218,7 +218,7 @@ def find_matrices(
 ) -> list[Matrix]:
     """Return the matrices for which low rank sends at least `min_rate` times fewer numbers.
 
-    A cut may fall inside of a row: what is left of a row at either end is in no matrix.
+    A cut may fall inside a row: the part of a row at either end is in no matrix.
     """
     result = []
     for piece in pieces:
@@ -245,7 +245,7 @@ def rest_of(matrices: Sequence[Matrix], flat: Tensor) -> list[Tensor]:
 
 
 def random_factor(matrix: Matrix, seed: int, iteration: int, like: Tensor) -> Tensor:
-    """Return a second factor to begin with: equal on all ranks that have the same matrix."""
+    """Return a second factor to start from, equal on all ranks that have the same matrix."""
     text = f"{seed}/{iteration}/{matrix.name}".encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
     generator = torch.Generator().manual_seed(number)
@@ -260,12 +260,12 @@ def sum_at_low_rank(
 
     Args:
         values: Matrices of this rank.
-        seconds: Second factors to begin with, (columns, rank) each, equal on all ranks.
-        sum_up: Function that sums a 1-D tensor over the ranks, in place, to equal bits on all.
+        seconds: Second factors to start from, (columns, rank) each, equal on all ranks.
+        sum_up: Function that sums a 1-D tensor over the ranks in place, with equal bits on all.
 
     Returns:
-        First factors (rows, rank), orthonormal columns; second factors (columns, rank), so that
-        first times the transpose of second is the approximation of the sum; whether all of it is
+        First factors (rows, rank) with orthonormal columns; second factors (columns, rank), so that
+        first times the transpose of second is the approximation of the sum; whether all of that is
         finite, 0-dim.
 
     Cost: two sums, of rank * rows and rank * columns numbers for each matrix.
@@ -292,10 +292,10 @@ def _summed(parts: Sequence[Tensor], sum_up: Callable[[Tensor], object]) -> list
 
 
 class Sent(NamedTuple):
-    """What was sent of one matrix: the error lacks `share` times `first` times `second`.T."""
+    """Part of one matrix that was sent: the error lacks `share` times `first` times `second`.T."""
 
     matrix: Matrix
-    start: Tensor  # Second factor that the step began with.
+    start: Tensor  # Second factor from which the step started.
     first: Tensor
     second: Tensor
     share: float
@@ -303,14 +303,14 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class BucketState:
-    """What is kept of one bucket."""
+    """State of one bucket between reductions."""
 
     iteration: int = 0  # Number of reductions so far.
     # 1-D, as long as the shard: what was left out, in units of the unscaled gradient.
     error: Tensor | None = None
     # Second factors of the last step, by parameter name; nobody writes to them.
     seconds: dict[str, Tensor] = field(default_factory=dict)
-    # Parts that this backward sent, until it is known who used which parameters.
+    # Parts that this backward sent, until it is known which parameters any rank used.
     sent: list[Sent] = field(default_factory=list)
     # Memory for a copy of `error`, where optimizer steps may be skipped.
     error_before: Tensor | None = None
@@ -318,7 +318,7 @@ class BucketState:
     seconds_before: dict[str, Tensor] | None = None
 
     def begin_step(self) -> None:
-        """Copy error and factors, once in an optimizer step."""
+        """Copy the error and the factors, once per optimizer step."""
         if self.error is not None and self.seconds_before is None:
             if self.error_before is None:
                 self.error_before = torch.empty_like(self.error)
@@ -326,7 +326,7 @@ class BucketState:
             self.seconds_before = dict(self.seconds)
 
     def end_step(self, *, is_skipped: bool) -> None:
-        """Forget what there was when the optimizer step began, or go back to it."""
+        """Drop the copies from the beginning of the optimizer step, or restore them."""
         if is_skipped and self.seconds_before is not None:
             assert self.error is not None
             assert self.error_before is not None
@@ -335,7 +335,7 @@ class BucketState:
         self.seconds_before = None
 
     def settle(self, unused: Collection[str]) -> None:
-        """Take back what was sent of parameters whose gradients nobody gets."""
+        """Put back into the error what was sent of parameters that get no gradient."""
         sent, self.sent = self.sent, []
         for matrix, start, first, second, share in reversed(sent):
             if matrix.name not in unused:
@@ -350,32 +350,33 @@ class BucketState:
 
 
 class PowerSGD:
-    """An `AllReduce` that sends matrices at low rank, as torch's ``powerSGD_hook``.
+    """An `AllReduce` that sends matrices at low rank, like torch's ``powerSGD_hook``.
 
-    For `compress_gradients`, of one model. A matrix is what a rank has of a parameter of two dims
-    or more: its whole rows, dims from the second on being columns. Biases, scales, what is left of
-    rows at the ends of a shard, and matrices that would not get small enough travel as they are.
+    Pass it to `compress_gradients`, for one model. A matrix is a rank's part of a parameter of two
+    dims or more: its whole rows, with the dims from the second on as columns. Biases, scales, parts
+    of rows at the ends of a shard, and matrices that would not get small enough travel
+    uncompressed.
 
     Args:
         rank: Rank of the approximation; or a function of a parameter's name and its (rows, columns)
-            on this rank, 0 for one that is to travel as it is. It must be the same on all replicas.
+            on this rank, which returns 0 for no compression. It must be the same on all replicas.
         start_after: Number of first reductions that are not compressed (torch's
             ``start_powerSGD_iter``): gradients change most in the beginning.
-        min_compression_rate: Least rate: a matrix is compressed if that sends at least so many
+        min_compression_rate: Least rate: a matrix is compressed if that sends at least this many
             times fewer numbers.
-        use_error_feedback: Whether to add what was left out to the next gradient.
-        warm_start: Whether to begin with the last step's factors; else with random ones.
+        use_error_feedback: Whether to add the error of the approximation to the next gradient.
+        warm_start: Whether to start from the last step's factors; else from random ones.
         seed: Seed of the random factors.
 
-    Cost: of each reduction three all-reduces instead of one: of what is not compressed, in
+    Cost: each reduction takes three all-reduces instead of one: of what is not compressed, in
     `reduce_dtype`; of ``rank * rows`` and of ``rank * columns`` numbers, in fp32 or wider. Memory:
     one shard in fp32 with error feedback, one more with a GradScaler (`set_loss_scale`), and one
-    more while it runs for gradients in 16 bits; two QR decompositions.
+    more during the reduction of gradients in 16 bits; two QR decompositions.
     Source: Vogels et al. 2019, arXiv:1905.13727.
 
-    The error of a parameter that no rank used in a backward stays as it was. A gradient that is not
-    finite stays so, and the errors of its bucket stay as they were. Tell a loss scale by
-    `set_loss_scale`: without it, the scale must be constant.
+    If no rank used a parameter in a backward, its error does not change. A gradient that is not
+    finite stays so, and the errors of its bucket do not change. Set a loss scale by
+    `set_loss_scale`: without that call, the scale must be constant.
     """
 
     def __init__(
@@ -407,7 +408,7 @@ class PowerSGD:
         self._has_begun = False
 
     def bind(self, groups: Sequence[ParamGroup]) -> None:
-        """Belong to these groups: `compress_gradients` says so.
+        """Bind this object to groups; `compress_gradients` calls it.
 
         Raises:
             StateError: It belongs to another model.
@@ -423,19 +424,20 @@ class PowerSGD:
     # --- loss scale, skipped steps ---
 
     def set_loss_scale(self, scale: float | torch.amp.GradScaler) -> None:
-        """Say what the loss is multiplied by. On all ranks alike, before the first backward.
+        """Set the factor of the loss. Call it alike on all ranks, before the first backward.
 
         Errors are kept in units of the unscaled gradient, so that the scale may change. When a
         GradScaler has skipped a step, errors become what they were before that step, that is,
-        before all backwards since the last ``scaler.update()``. A scale that got lower tells so.
+        before all backwards since the last ``scaler.update()``. A lower scale is the sign of a
+        skipped step.
 
         Args:
-            scale: The GradScaler, once: it is asked in every backward. Or a number, before the next
-                backward, each time that it changes; after a step that you skip yourself, call
-                `drop_errors`.
+            scale: The GradScaler, given once: every backward reads it. Or a number, given again
+                before the next backward each time that it changes; after a step that you skip
+                yourself, call `drop_errors`.
 
         Raises:
-            StateError: It is neither a GradScaler nor a finite number above 0.
+            StateError: `scale` is neither a GradScaler nor a finite number above 0.
 
         Cost: with a GradScaler the host waits once in each backward for the device, if the scale is
             on one; one more shard in fp32.
@@ -446,13 +448,13 @@ class PowerSGD:
             state.error_before = state.seconds_before = None
 
     def drop_errors(self) -> None:
-        """Forget what was left out so far. On all ranks alike; factors and iterations stay."""
+        """Drop all errors. Call it on all ranks alike; factors and iterations stay."""
         for state in self._states.values():
             state.error = state.error_before = state.seconds_before = None
             state.sent.clear()
 
     def _read_scale(self) -> None:
-        """Read the loss scale, and undo a step that was skipped since."""
+        """Read the loss scale, and undo a step that was skipped since the last read."""
         event = self._scale.read()
         if event != "same":
             for state in self._states.values():
@@ -471,7 +473,7 @@ class PowerSGD:
         if state.iteration > self._start_after and tensor.is_floating_point():
             matrices = find_matrices(pieces, self._rank, self._min_rate)
         if pieces[0].name not in self._wires:
-            # In what gradients cross the axis where they are not compressed.
+            # The dtype in which uncompressed gradients cross the axis.
             self._wires = {b.entries[0].name: b.plan.reduce_dtype for b in self._buckets()}
         dtype = self._wires.get(pieces[0].name, tensor.dtype)
         _sum_parts(rest_of(matrices, tensor), axis, dtype)
@@ -480,7 +482,7 @@ class PowerSGD:
 
     @torch.no_grad()
     def settle_unused(self, pieces: Sequence[GradientPiece], unused: Collection[str]) -> None:
-        """Take back what was sent of parameters that no rank used; see `AllReduce`."""
+        """Put back what was sent of parameters that no rank used; see `AllReduce`."""
         self._has_begun = False  # The next backward reads it.
         state = self._states.get(pieces[0].name)
         if state is not None:
@@ -528,7 +530,7 @@ class PowerSGD:
             matrix.view(tensor).copy_(approximation)
 
     def _start(self, state: BucketState, matrix: Matrix, like: Tensor) -> Tensor:
-        """Return the second factor that a step begins with."""
+        """Return the second factor from which a step starts."""
         known = state.seconds.get(matrix.name) if self._warm_start else None
         if known is not None and known.shape == (matrix.columns, matrix.rank):
             same = known.device == like.device and known.dtype == like.dtype
@@ -539,12 +541,12 @@ class PowerSGD:
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training goes on from, for `shardkit.checkpoint.save`. Collective.
+        """Return the state to resume from, for `shardkit.checkpoint.save`. Collective.
 
-        ``error`` has, sharded as the parameters, the sum over the replicas of what was left out:
-        the steps to come depend on nothing else of it, since all sums are linear. So it loads on
-        any mesh. It is in units of the unscaled gradient (`set_loss_scale`). ``second_factors`` are
-        those of every rank of the shard axis.
+        ``error`` has the sum of the replicas' errors, sharded like the parameters. Later steps
+        depend on this sum alone, since all sums are linear. So it loads on any mesh. It is in units
+        of the unscaled gradient (`set_loss_scale`). ``second_factors`` are those of every rank of
+        the shard axis.
 
         Raises:
             StateError: It belongs to no model.
@@ -595,14 +597,14 @@ class PowerSGD:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, maybe on another mesh. On all ranks alike.
+        """Resume from a result of `state_dict`, maybe on another mesh. Call it on all ranks alike.
 
-        Replicas share the error evenly. On another number of shards, steps begin with factors of
-        one of the saved ones: every start is valid.
+        Replicas share the error evenly. On another number of shards, steps start from the factors
+        of one of the saved shards: every start is valid.
 
         Raises:
             StateError: It belongs to no model.
-            CheckpointError: Errors of parameters are missing or of other shapes, or are of
+            CheckpointError: Errors of parameters are missing or have other shapes, or belong to
                 parameters that are not compressed here.
         """
         self._check_bound()
@@ -625,7 +627,7 @@ class PowerSGD:
         self._has_begun = False
 
     def _cut_error(self, bucket: Bucket, saved: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's part of the error, laid out as the shard."""
+        """Return this rank's part of the error, laid out like the shard."""
         store, plan = bucket.store, bucket.plan
         assert plan.replicate_axis is not None
         dtype = torch.promote_types(plan.reduce_dtype, torch.float32)
@@ -641,7 +643,7 @@ class PowerSGD:
         return result.div_(plan.replicate_axis.size)
 
     def _buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets whose gradients come here."""
+        """Yield the buckets whose gradients this object reduces."""
         for group in self._groups:
             for gradients in group.gradients.buckets:
                 bucket = gradients.bucket
@@ -663,7 +665,7 @@ def _with_matrices(bucket: Bucket) -> Iterator[tuple[int, ParamEntry]]:
 
 
 def _sum_parts(parts: Sequence[Tensor], axis: SumAxis, dtype: torch.dtype) -> None:
-    """Sum what is not compressed, sent as one, in `dtype` where that is narrower."""
+    """Sum uncompressed parts, sent as one tensor, in `dtype` if that is narrower."""
     if not parts:
         return
     flat = parts[0] if len(parts) == 1 else torch.cat(list(parts))
