@@ -34,5 +34,5 @@ class HostValues(Tensor):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __format__(self, format_spec: str) -> str:
-        """Format as `repr`, or the value by a format spec, as of a number; the latter is collective."""
+        """Format as `repr`; with a format spec format the value, which is collective."""
         return format(self.item(), format_spec) if format_spec else repr(self)
