@@ -351,7 +351,7 @@ class EvenLayout(BucketLayout):
         return range(-(-self.numels[index] // self.sizes[index]))
 
     def cut(self, index: int) -> tuple[int, int, int, int]:
-        """Return what decides how parameter `index` is cut; equal cuts mean equal pieces.
+        """Return the numbers that decide how parameter `index` is cut; equal cuts, equal pieces.
 
         As in a `FlatLayout` of this parameter alone, at the start, with shards of this size.
         """

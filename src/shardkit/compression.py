@@ -102,7 +102,7 @@ def bf16_compress(
         tensor: Gradients; see `AllReduce`.
         pieces: Parameters in it; not looked at.
         axis: The replicas.
-        unit: The sum times this is the gradient, and is what travels.
+        unit: Factor that turns the sum into the gradient, which is what travels.
 
     Cost: one all-reduce of 2 bytes per element; memory for that.
     """
@@ -122,7 +122,7 @@ def fp16_compress(
         tensor: Gradients; see `AllReduce`.
         pieces: Parameters in it; not looked at.
         axis: The replicas.
-        unit: The sum times this is the gradient, and is what travels.
+        unit: Factor that turns the sum into the gradient, which is what travels.
 
     Cost: one all-reduce of 2 bytes per element; memory for that.
     """
@@ -496,7 +496,7 @@ class PowerSGD:
         axis: SumAxis,
         unit: float,
     ) -> None:
-        if not self._has_begun:  # Once in a backward; each time if `settle_unused` does not come.
+        if not self._has_begun:  # Once per backward; each time if `settle_unused` is not called.
             self._has_begun = any(g.settings.comm.all_reduce is self for g in self._groups)
             self._read_scale()
         dtype = torch.promote_types(tensor.dtype, torch.float32)
@@ -523,7 +523,7 @@ class PowerSGD:
                 old.copy_(torch.where(is_finite, left_out, old))
             if self._warm_start:
                 state.seconds[matrix.name] = torch.where(is_finite, second, start)
-            if self._has_begun:  # Where it is not finite, nothing was taken from the error.
+            if self._has_begun:  # If it is not finite, nothing was taken from the error.
                 share = unit / scale / axis.size
                 finite = [part.masked_fill(~is_finite, 0.0) for part in (first, second)]
                 state.sent.append(Sent(matrix, start, finite[0], finite[1], share))

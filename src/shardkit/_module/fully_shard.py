@@ -293,8 +293,8 @@ def device_type_of(found: list[ParamEntry], offload: OffloadPolicy) -> str:
     """Return the device type of the default mesh.
 
     As with FSDP2, parameters on the host are sharded over the accelerator if the default process
-    group has an engine for it. They stay on the host if there is no accelerator, if the group has
-    gloo alone, or if shardkit has started the group for a mesh of the CPU.
+    group has an engine for it. They stay on the host if there is no such group, if it has gloo
+    alone, or if shardkit has started it for a mesh of the CPU.
     """
     types = [item.param.device.type for item in found]
     type_ = next((each for each in types if each != "meta"), None)

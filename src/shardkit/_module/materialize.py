@@ -64,9 +64,9 @@ class InitializedModule:
 
     name: str
     module: nn.Module
-    # The module, and containers of parameters in it: those are no units.
+    # The module, and containers of parameters in it, which are no units.
     holders: list[nn.Module]
-    # What gives it values, as calls one after another: the first that writes all is enough.
+    # Lists of calls that give it values; the first list that writes all of them is enough.
     initializers: list[list[Callable[[], object]]]
 
 
@@ -467,7 +467,7 @@ def materialize(
     device: torch.device | str | None = None,
     progress: Progress = None,
 ) -> nn.Module:
-    """Give memory and values to what is on the meta device, module by module, in place.
+    """Give memory and values to tensors on the meta device, module by module, in place.
 
     After `fully_shard`, on all ranks, with the same seed:
 
@@ -692,7 +692,7 @@ class Filling:
     # --- one module -----------------------------------------------------------------------------
 
     def _fill(self, unit: InitializedModule) -> int:
-        """Initialize a module, keep what is wanted of it; return the bytes that are let go then."""
+        """Initialize a module and keep the wanted tensors; return the bytes that are freed then."""
         freed = 0
         wanted = list(self._wanted_of(unit))
         if not wanted and not self._writes_inside(unit):
@@ -762,7 +762,7 @@ class Filling:
         target.__dict__.update(added)
 
     def _execute(self, group: ParamGroup | None) -> None:
-        """Where operators are traced, run what was traced for the last group."""
+        """Run what was traced for the last group, if operators are traced."""
         last, self._last_group = self._last_group, group
         if last is not None and last is not group and last.mesh.backend.is_traced:
             execute_sharding(last.mesh.backend.region)

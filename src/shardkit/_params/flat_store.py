@@ -373,7 +373,7 @@ class Store(ABC):
 
     @abstractmethod
     def gather_jobs(self, comm: AllGather | None) -> list[Any]:
-        """Return what the backend has to gather."""
+        """Return the gathers for the backend."""
 
     def finish_gather(self) -> None:  # noqa: B027 - for stores that need it
         """Finish a gather when all data has come."""
@@ -428,11 +428,11 @@ class Store(ABC):
         return ()
 
     def unsharded_values(self, index: int) -> Tensor:
-        """Return what an unsharded parameter lies over: plain, in compute dtype."""
+        """Return the plain tensor, in compute dtype, under an unsharded parameter."""
         raise NotImplementedError(index)
 
     def keep_written(self, index: int) -> None:
-        """Take what was written to an unsharded parameter over into the shard."""
+        """Copy what was written to an unsharded parameter into the shard."""
         raise NotImplementedError(index)
 
     # --- a part that stays between forward and backward ---
@@ -447,7 +447,7 @@ class Store(ABC):
         del axis, fence
 
     def drop_part(self) -> None:  # noqa: B027
-        """Forget what was kept."""
+        """Drop the kept part."""
 
     # --- gradients ---
 
@@ -762,13 +762,13 @@ class FlatStore(Store):
         return found
 
     def unsharded_values(self, index: int) -> Tensor:
-        """Return what an unsharded parameter lies over: plain, in compute dtype."""
+        """Return the plain tensor, in compute dtype, under an unsharded parameter."""
         start = self.layout.offsets[index]
         return self._full[start : start + self.layout.numels[index]]
 
     @torch.no_grad()
     def keep_written(self, index: int) -> None:
-        """Take what was written to an unsharded parameter over into the shard.
+        """Copy what was written to an unsharded parameter into the shard.
 
         No version is raised: the gathered parameters stay valid on all ranks.
         """

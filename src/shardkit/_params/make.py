@@ -209,7 +209,7 @@ def plan_buckets(
     """Return the buckets that `make_buckets` would make.
 
     For parameters that gather themselves (`subclass_store`) the unsharded bytes are those of a
-    plain parameter: only their own hooks know what they send.
+    plain parameter, because only their own hooks know what is sent.
     """
     return [
         _planned(plan_for(alike, mesh, policy, offload).materialized(), alike)

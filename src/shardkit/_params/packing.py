@@ -188,7 +188,7 @@ def _without_tensors(state: Any) -> Any:
 
 
 def _release_4bit(module: Any) -> None:
-    """Drop the module's own reference to the state, which is made anew for each gather's memory."""
+    """Drop the module's own reference to the state, which is made again for each gather."""
     if getattr(module, "quant_state", None) is not None:
         module.quant_state = None
     if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -304,7 +304,7 @@ def _cut_received(state: dict[str, Any], sharded: Mapping[str, ShardedTensor]) -
 def _decoded(whole: Any, local: ShardedTensor) -> Any:
     """Return the numbers of state that torchao's optimizers code, since collectives lack codes."""
     plain = (Tensor, nn.Parameter, ShardedTensor)
-    # A DTensor has a whole of its own.
+    # A DTensor has its own method for the whole, `full_tensor`.
     is_coded = isinstance(whole, Tensor) and type(whole) not in plain
     is_coded &= not hasattr(whole, "full_tensor")
     if not is_coded or local.spec.packing is not None or local.spec.subclass is not None:

@@ -171,7 +171,7 @@ class TracedStore(Store):
         return None
 
     def gather_jobs(self, comm: AllGather | None) -> list[TracedGather]:
-        """Return what the backend has to gather."""
+        """Return the gathers for the backend."""
         del comm
         pieces = [entry.param.local_piece.detach() for entry in self.entries]  # type: ignore[attr-defined]
         self._job = TracedGather(

@@ -151,7 +151,7 @@ class ParamGroup:
         self.grad_hooks = GradHooks(self, at_once=not self.is_local)
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
-        """Choose what happens to the memory after forward; an int makes a process group."""
+        """Set what happens to the memory after forward; an int makes a process group."""
         self.settings.reshard_after_forward = value
         self.kept_axes: dict[AxisComm, AxisComm] = {}
         if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Forwards and backwards of a root on a backend that traces what each rank computes.
+"""Forwards and backwards of a root on a backend that traces each rank's computation.
 
 A root's forward takes its batch into the region of the ranks, and its outputs out of it. So a
 training loop is written as for one process: a loss of the outputs is that of the whole batch.
@@ -171,7 +171,7 @@ class Passes:
         """End a root's forward after an exception."""
 
     def enter_backward(self, group: ParamGroup, grad: Tensor) -> None:
-        """Backward comes to a group with a gradient of its outputs."""
+        """Note that backward reaches a group with a gradient of its outputs."""
 
     def enter_gradient(self, group: ParamGroup, bucket: Bucket, grad: Tensor) -> Tensor:
         """Return this rank's part of a gradient of an unsharded parameter."""
@@ -270,7 +270,7 @@ class TracedPasses(Passes):
         self.region.gathers_wait = self._settings.barrier_in_forward
 
     def enter_backward(self, group: ParamGroup, grad: Tensor) -> None:
-        """Backward comes to a group with a gradient of its outputs."""
+        """Note that backward reaches a group with a gradient of its outputs."""
         self._entered.add(group.index)
         if self.region.is_spmd:  # The user may have looked at it, too.
             self._move([group], self.region.enter_shared, outside=False)

@@ -513,7 +513,7 @@ class Runtime:
         is_root: bool,
         is_recompute: bool,
     ) -> None:
-        """A forward ends in an exception. Whoever called the module may go on without it."""
+        """Handle the exception that ended a forward; the caller of the module may catch it."""
         if group is not None and _events.observer is not None:
             _events.observer.end("compute", group.number)
         if is_recompute:

@@ -1,4 +1,4 @@
-"""How a tensor is cut: the description, in a `ShardedTensor`, of the tensor that has its piece.
+"""Cuts of tensors: what a `ShardedTensor` knows about the whole that its piece belongs to.
 
 There are specs of flat pieces, and of padded pieces on backends that trace each rank's computation.
 """

@@ -81,7 +81,7 @@ class AcceleratorDevice:
 
     def current_stream(self) -> Stream:
         """Return the stream on which operators run now, which is usually that of compute."""
-        # Torch looks up what is no number.
+        # The index is a number; torch would have to look up a device object.
         stream: Stream = self._module.current_stream(self.device.index)
         return stream
 

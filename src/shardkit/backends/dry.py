@@ -64,11 +64,11 @@ class DryDevice(AcceleratorDevice):
         self._stream = _NoStream()
 
     def new_stream(self) -> Stream:
-        """Return the one there is."""
+        """Return the only stream."""
         return self._stream
 
     def current_stream(self) -> Stream:
-        """Return the one there is."""
+        """Return the only stream."""
         return self._stream
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:

@@ -40,7 +40,7 @@ class Split:
 
     @property
     def chunk(self) -> int:
-        """Elements of every chunk but the last ones."""
+        """Number of elements of every chunk except the last ones."""
         return -(-self.size // self.axis.size)
 
     @property
@@ -75,7 +75,7 @@ class TensorParallel:
     mesh: DeviceMesh  # The DTensor's mesh.
     placements: tuple[Any, ...]  # The DTensor's, one per axis of `mesh`.
     torch_mesh: TorchDeviceMesh = field(compare=False, repr=False)  # As torch's object.
-    # The cuts, in the order in which they are made; none where it is replicated.
+    # The cuts, in the order in which they are made; none over axes of replicas.
     splits: tuple[Split, ...] = field(compare=False, repr=False)
     # The DTensor's placements on all axes of `torch_mesh`. `mesh` and `placements` lack those that
     # `outside` has taken away: `data_dims`, along which ranks compute with data of their own.

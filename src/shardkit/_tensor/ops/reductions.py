@@ -426,7 +426,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")  # noqa: PLR2004 - (self, ord, dtype)
     first, *others = sharded_norms(args[0], float(order), dtype)
-    return [as_norm(first), *others]  # One of them makes their stack a norm, and costs least.
+    return [as_norm(first), *others]  # One norm makes their stack a norm, and costs least.
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

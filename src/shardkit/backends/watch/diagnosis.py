@@ -86,7 +86,7 @@ def diagnose(
     details_of: list[int] = []
     for status in statuses:
         if passed := _passed(status, statuses, details_of):
-            lost.add(status.rank)  # What it asks for was never agreed to.
+            lost.add(status.rank)  # The ranks never agreed to what it asks for.
             lacking[status.rank] = sorted({*lacking[status.rank], *passed})
     parted = lost.intersection(lacking)
     # First use only what shardkit itself knows, from one round.
@@ -223,7 +223,7 @@ def _may_come(other: RankStatus, status: RankStatus) -> bool:
     if status.wait is not None:  # By a thread beside the main one.
         theirs = other.groups.get(status.wait.group)
         return theirs is not None and not theirs.is_main
-    # Of the user's collectives one may come after the other: loops of them look alike.
+    # A user's collective may follow another one: calls in a loop look the same.
     return other.wait is None and other.call is not None
 
 

@@ -112,7 +112,7 @@ def is_main_thread() -> bool:
 class Wait:
     """A wait of a thread of this process, or of a device."""
 
-    is_main: bool  # The main thread waits, or what runs in its place.
+    is_main: bool  # Whether the main thread waits, or a thread in its place.
 
     def restart(self) -> None:
         """Let the wait begin now."""

@@ -431,7 +431,7 @@ class Watchdog:
         go = f"{key}/go"
         store: RunStore | None = None
         try:
-            # Other threads must not wait behind this one, which may wait for them.
+            # Use a separate connection: this wait must not block threads that it may wait for.
             with self.lock:
                 store = self._free_stores.pop() if self._free_stores else None
             store = store or self._store.clone()
