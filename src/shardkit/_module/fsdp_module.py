@@ -812,7 +812,7 @@ class FSDPModule(_Base):
         dummy_reductions: bool = False,
         print_memory: str | None = None,
     ) -> None:
-        """Find out how much each part of a step costs. Call it on the root, as often as you like.
+        """Find out how much each part of a step costs. Call it on the root, and again to change it.
 
         With dummies nothing travels between ranks: a rank uses its own data in the place of the
         data of all ranks. Buffers, casts, order and memory are as always, so the difference from a

@@ -261,7 +261,7 @@ class ModuleState:
             is_told = not self.group.is_local and not torch_tensors.in_function_transform()
             if record is not None and is_told:
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
-        # Not the frame of this function: a frame that holds itself is never freed.
+        # Not the frame of this function, which would then hold itself.
         caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
         self._open.append(_OpenForward(record, is_root, is_recompute, sys.exception(), caller))
         return args, kwargs

@@ -502,9 +502,8 @@ def materialize(
         init_fn: A function that is called with each such module (`param_init_fn` of FSDP1 and
             torch_xla). It writes the module's own parameters and buffers, not those of modules
             inside. It may replace them, e.g. by ``module.to_empty(device=..., recurse=False)``.
-            None: the model's
-            ``_init_weights(module)``, as in transformers; where there is none, or it writes
-            nothing, the module's own ``reset_parameters()`` (or ``_reset_parameters``, or
+            None: the model's ``_init_weights(module)``, as in transformers. If there is none, or it
+            writes nothing: the module's own ``reset_parameters()`` (or ``_reset_parameters``, or
             ``init_weights``, without arguments) and ``reset_buffers()`` or ``rope_init()``.
         device: The device on which modules are initialized. None: the mesh's device, for XLA the
             host. With ``"cpu"`` an accelerator gets the values of the plain model on the CPU.

@@ -453,7 +453,7 @@ class Store(ABC):
 
     @abstractmethod
     def new_gradient_buffer(self, receive_chunks: int) -> Any:
-        """Return a buffer that collects and sends gradients, and receives so many shards."""
+        """Return a buffer that collects and sends gradients, and receives so many shards of them."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """Return the pieces in this rank's range of the bucket, and where they lie."""
@@ -770,7 +770,7 @@ class FlatStore(Store):
     def keep_written(self, index: int) -> None:
         """Copy what was written to an unsharded parameter into the shard.
 
-        No version is raised: the gathered parameters stay valid on all ranks.
+        No version is raised: gathered parameters stay valid, or stale, as they are on all ranks.
         """
         self.drop_part()
         if self.aliases_shard:

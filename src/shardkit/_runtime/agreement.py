@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad", "maximize")
 _NUM_FIRST, _INTERVAL = 4, 50
-"""Settings are compared in the first backwards, and then in every fiftieth; steps always."""
+"""Settings are read in the first backwards, and then in every fiftieth; steps are always read."""
 
 _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -553,7 +553,7 @@ class UsedParameters:
                 on_mesh.send(streams, fired, on_mesh.describe(), written)
 
     def compare_in_inference(self, streams: CommStreams) -> None:
-        """Raise if ranks acted differently; this is for passes without a backward.
+        """Raise if ranks acted differently in ways that no other check sees, without a backward.
 
         It is called on all ranks, in each pass without gradients that gathers anything.
 
@@ -586,7 +586,7 @@ class UsedParameters:
         return [each for group in self._groups for each in group.take_written()]
 
     def check_alike(self) -> None:
-        """Raise if ranks acted differently before their last exchange.
+        """Raise if ranks acted differently before their last exchange, unseen by other checks.
 
         It is called on all ranks, when the exchanged numbers have come.
 

@@ -45,8 +45,8 @@ class Replicate:
 
     Attributes:
         claimed: Class that placements claim beside their own, as sharded tensors do; None: no
-            other. Without it, code that sums over all axes except those of torch's ``Replicate``
-            would count copies.
+            other. Without that class, code that sums over all axes except those of torch's
+            ``Replicate`` would count copies.
     """
 
     claimed: ClassVar[type | None] = None
@@ -80,7 +80,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """Placement: each rank of the mesh axis holds a range of the flattened tensor, maybe none.
+    """Placement: each rank of the mesh axis holds a contiguous range of the flat tensor, or none.
 
     It is not torch's ``Shard(0)``: a cut may fall inside a row.
 

@@ -46,7 +46,7 @@ class TracedGather:
         tail_numel: Elements to put after the pieces of every rank, if they travel as one.
         bucket_id: Number of the bucket, equal in every step.
         wholes: Result: 1-D tensors with all ranks' parts of each piece, end to end; they share no
-            memory.
+            memory with each other.
     """
 
     pieces: list[Tensor]
@@ -177,7 +177,7 @@ class PeerAxis(AxisComm, Protocol):
 
 
 def first_of_all(item: Any, axes: Sequence[AxisComm]) -> Any:
-    """Return the first rank's picklable item over `axes` that is not None; None if all are None.
+    """Return the first picklable item of a rank over `axes` that is not None; None: all are.
 
     Cost: an exchange per axis.
     """

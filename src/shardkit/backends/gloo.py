@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 _SHARED_NBYTES = 2 << 20
-"""Larger transfers do not use shared memory, because shared memory never shrinks."""
+"""Larger transfers bypass the memory that ranks share, because that memory never shrinks."""
 
 
 class GlooAxis(ProcessGroupAxis):

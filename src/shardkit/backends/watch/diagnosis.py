@@ -288,7 +288,7 @@ def _by_collective(told: Sequence[tuple[str, RankStatus]]) -> list[str]:
 
 
 def _begun_elsewhere(members: Sequence[RankStatus]) -> list[str]:
-    """Return the lines where ranks called the first recent forward that they called differently.
+    """Return the lines of the first recent forward that ranks called at different lines.
 
     If one rank runs one forward more, that issues the same collectives as the next forward of the
     other ranks. So ranks diverge only after the end of that forward.
