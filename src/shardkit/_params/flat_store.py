@@ -453,7 +453,7 @@ class Store(ABC):
 
     @abstractmethod
     def new_gradient_buffer(self, receive_chunks: int) -> Any:
-        """Return a buffer that collects and sends gradients, and receives so many shards of them."""
+        """Return a buffer that collects and sends gradients; it receives so many shards."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """Return the pieces in this rank's range of the bucket, and where they lie."""
