@@ -404,7 +404,7 @@ def set_watch(  # noqa: PLR0913 - a setting each
         ask_after_s: Seconds of a wait after which a rank asks. 10 by default. Choose more with many
             ranks, because all of them answer.
         ask_unexpected_after_s: Seconds of a wait after which a rank asks if earlier steps did not
-            have this collective, or if the rank got an exception. 2 by default.
+            predict the collective, or if the rank got an exception. 2 by default.
         answer_s: Seconds that a rank which asks waits for answers. 4 by default.
         silent_after_s: Seconds of one wait after which a rank that has not answered counts as lost,
             if no rank of its host answers either. 60 by default; ``math.inf``: never.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardkit._settings import AllGather, AllReduce, MixedPrecisionPolicy, ReduceScatter
 
     class _Base(nn.Module):
-        """Base of `FSDPModule` for type checkers; at runtime the sharded class comes after it."""
+        """Base of `FSDPModule` for type checkers; at runtime the sharded class is in its place."""
 
         def __getattr__(self, name: str) -> Any: ...
 

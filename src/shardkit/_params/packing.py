@@ -69,7 +69,7 @@ def register_parts(cls: type[Tensor], flatten: Flatten, unflatten: Unflatten) ->
     Args:
         cls: Class of the parameter; subclasses are taken apart in the same way.
         flatten: Function of the parameter. It returns the parts, a dict of dense tensors of any
-            shape and dtype on the parameter's device, and a context, which has no tensors.
+            shape and dtype on the parameter's device, and a context: anything that is no tensor.
         unflatten: Function of parts with the same names, shapes, strides and dtypes, and of the
             context. It returns a tensor of `cls` over these very parts, not over copies. It does
             not read their values, which come with each gather. Modules see its result in their

@@ -259,7 +259,7 @@ def broadcast_tensors(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Cut each received tensor before the next one comes, so that one whole tensor exists.
+    """Cut each received tensor before the next one comes, so that only one whole exists.
 
     Torch sees plain tensors in place of sharded ones, because it would cut rows of sharded tensors
     that answer as DTensors.
@@ -302,7 +302,7 @@ def _cut_received(state: dict[str, Any], sharded: Mapping[str, ShardedTensor]) -
 
 @torch.no_grad()
 def _decoded(whole: Any, local: ShardedTensor) -> Any:
-    """Return the numbers of state that torchao's optimizers code, since collectives lack codes."""
+    """Return the numbers of state that torchao's optimizers code: collectives take no codes."""
     plain = (Tensor, nn.Parameter, ShardedTensor)
     # A DTensor has its own method for the whole, `full_tensor`.
     is_coded = isinstance(whole, Tensor) and type(whole) not in plain

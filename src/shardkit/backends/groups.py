@@ -60,7 +60,7 @@ def collective_timeout() -> timedelta | None:
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Make a process group. Only its own ranks have to call this.
 
-    These ranks must make all groups that they share in the same order. Groups of other ranks make
+    They must make all groups of exactly these ranks in the same order. Other groups of a rank make
     no difference.
     """
     with _named_group(ranks):
