@@ -1,4 +1,4 @@
-"""``python -m shardkit``: look into checkpoints, check them, and make whole files of them."""
+"""``python -m shardkit``: the commands, or how to install what they need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command, or say what it needs."""
+    """Run the command, or print which packages it needs."""
     try:
         from shardkit._cli import app
 

@@ -42,11 +42,11 @@ _ASKER = -1
 
 
 def why(pid: int | None, *, stacks: bool) -> list[str]:
-    """Ask the ranks of the latest run on this host, or of the one with a process; else look back.
+    """Ask the ranks of the latest run on this host, or of a process's run; else look back.
 
     Returns:
-        Lines: who waits for whom, then each rank with its stack, if that is wanted, and with what
-        NCCL's flight recorder says of it.
+        Lines that say who waits for whom, then lines of each rank, with its stack if wanted and
+        its entries in NCCL's flight recorder.
     """
     running = [run for run in runs.running() if pid in (None, run.pid)]
     if running:
@@ -83,18 +83,18 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
 
 # --- commands -------------------------------------------------------------------------------------
 
-_NOT_ALL_VERIFIED = 3  # 2 is what the command line is refused with.
+_NOT_ALL_VERIFIED = 3  # 2 means that the command line is wrong.
 
 
 class _Commands(TyperGroup):
-    """Commands that print an error which users can do something about, and end with 1."""
+    """Commands that print errors which users can mend, and then exit with 1."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was chosen."""
+        """Run the chosen command."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # Who reads the output has enough.
+            raise  # The reader of the output has closed it.
         except (ShardkitError, OSError) as error:
             print(error, file=sys.stderr)
             raise typer.Exit(1) from None
@@ -134,7 +134,7 @@ def main(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions."),
     ] = False,
 ) -> None:
-    """Take what stands before the command."""
+    """Take the options before the command."""
     del version
 
 
@@ -180,7 +180,8 @@ def consolidate_command(  # noqa: PLR0913, PLR0917 - options of a command
 ) -> None:
     """Write a checkpoint of many ranks as whole tensors.
 
-    By default the model alone, as its state_dict() has it. Needs memory for the largest tensor.
+    By default it writes the model alone, as in its state_dict(). It needs memory for the largest
+    tensor.
 
     Examples:
         python -m shardkit consolidate checkpoints/step-1000 model.pt
@@ -256,7 +257,8 @@ def inspect_command(
 def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> None:
     """Read everything and compare checksums.
 
-    Exits with 1 if something is wrong, and with 3 if nothing is, but not everything has checksums.
+    It exits with 1 if something is wrong, and with 3 if nothing is wrong but some data has no
+    checksums.
     """
     _show_any_name()
     found = verify(source, ckpt_suffix)
@@ -279,7 +281,7 @@ def why_command(
 ) -> None:
     """Say why the ranks of a run on this host wait, and where each of them is.
 
-    It asks the ranks, also those that hang. If no run is there, it prints the last diagnosis.
+    It asks the ranks, also those that hang. If there is no run, it prints the last diagnosis.
     """
     print("\n".join(why(pid, stacks=not no_stacks)))
 
@@ -292,7 +294,7 @@ app.command(name="trace")(trace_command)
 
 @app.command(
     name="launch",
-    add_help_option=False,  # torchrun's options have their own.
+    add_help_option=False,  # torchrun has its own option for help.
     context_settings={
         "allow_extra_args": True,
         "ignore_unknown_options": True,
@@ -311,7 +313,7 @@ def launch_command(context: typer.Context) -> None:
 
 
 def _show_any_name() -> None:
-    """Print what no terminal can show as escapes: names of files and tensors are any bytes."""
+    """Print as escapes what a terminal cannot show: names of files and tensors are any bytes."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

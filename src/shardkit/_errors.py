@@ -1,7 +1,7 @@
 """The exceptions of shardkit.
 
-Each names the parameter or module, says what was expected and what came, and ends with a remedy. A
-fact that all ranks share is checked before anything is sent, so that all of them raise::
+Each names the parameter or module, says what was expected and what came, and ends with a remedy.
+Facts that all ranks share are checked before anything is sent, so that all ranks raise::
 
     ShardkitError
     ├── MeshError              a mesh that cannot be used: no process group, rank not in it
@@ -30,7 +30,7 @@ from pathlib import Path
 
 
 def warn_user(message: str, *, is_first_rank: bool = True) -> None:
-    """Warn at the line of the user that led here, past those of shardkit and torch."""
+    """Warn at the user's line that led here, skipping lines of shardkit and torch."""
     if not is_first_rank:
         return
     level = 2
@@ -82,7 +82,7 @@ class StateError(ShardkitError, RuntimeError):
 
 
 class IntegrationError(ShardkitError, RuntimeError):
-    """A package that is to use shardkit has another version than is known, or other settings."""
+    """A package that is to use shardkit has an unknown version, or settings that do not fit."""
 
 
 class OptimizerError(ShardkitError, ValueError):
@@ -103,23 +103,23 @@ class CheckpointError(ShardkitError, RuntimeError):
 
 # --- tracebacks -----------------------------------------------------------------------------------
 #
-# Frames of shardkit and torch say nothing about it, and there are many. They are left out where
-# an error ends the program. The environment's ``SHARDKIT_TRACEBACK=full`` shows them.
+# The many frames of shardkit and torch do not explain an error. They are left out when the error
+# ends the program. The environment variable ``SHARDKIT_TRACEBACK=full`` shows them.
 
 _VARIABLE = "SHARDKIT_TRACEBACK"
 _OWN_FOLDER = str(Path(__file__).parent) + os.sep
 
 
 def show_short() -> None:
-    """Have Python print tracebacks without these frames, unless somebody else prints them."""
+    """Let Python print tracebacks without these frames, unless other code prints them."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
 
 
 def shorten(error: BaseException) -> int:
-    """Leave frames of shardkit and torch out of an error; return how many.
+    """Remove frames of shardkit and torch from an error; return how many.
 
-    An error that is not shardkit's stays as it is.
+    An error that is not shardkit's is not changed.
     """
     if not isinstance(error, ShardkitError) or os.environ.get(_VARIABLE, "").lower() == "full":
         return 0
@@ -135,7 +135,7 @@ def shorten(error: BaseException) -> int:
         of_cause = _frames(None if cause is None else cause.__traceback__)
         if of_cause and all(map(_is_hidden, of_cause)):
             count += len(of_cause)
-            seen.__cause__ = cause = None  # Its reason is in what the error says.
+            seen.__cause__ = cause = None  # The error's message has the reason.
         seen = cause
     return count
 

@@ -1,41 +1,41 @@
 """What happens in a step, as records: one model of events for plans, pictures and comparisons.
 
-The schedule's own places tell them, in a real run, in a simulated one and in a dry run alike.
-Nothing is computed for them, and where nobody observes, a place costs one ``is None``:
+The code of the schedule reports them in the same places in a real run, in a simulated run and in a
+dry run. Nothing is computed for them. Without an observer, a place costs one ``is None``:
 
     if _events.observer is not None:
         _events.observer.begin("gather", group.name, group=group.number, ...)
 
-One observer at a time; `observed_by` sets it. It hands a `StepEvent` to its sink when the event
-ends. Where that is too slow, a `StepLog` notes what is told, and makes the events later.
+There is one observer at a time; `observed_by` sets it. It hands a `StepEvent` to its sink when the
+event ends. Where that is too slow, a `StepLog` notes the calls, and makes the events later.
 
 Kinds, what they span, and what `nbytes` says:
 
 - ``pass``: the forward of a root (phase ``forward``), and its backward (``backward``), to its very
   end. Name and number: those of the root's first group; 0.
-- ``compute``: a group's forward, backward or recompute. Those of groups inside of it lie inside.
-  Where no input of a group wants a gradient, its backward ends with its last gradient. 0.
+- ``compute``: a group's forward, backward or recompute. Events of groups inside it lie inside it.
+  If no input of a group wants a gradient, its backward ends with its last gradient. 0.
 - ``gather``: from the start of an all-gather until it was waited for. Bytes of the
   unsharded buffers that it fills. Groups that travel together have an event each.
 - ``reduce_scatter``: from the start of a reduction until it was waited for. Bytes of
   the send buffers.
-- ``all_reduce``: the same interval, where the reduction goes on over a replicate axis: bytes of
+- ``all_reduce``: the same interval, if the reduction continues over a replicate axis. Bytes of
   this rank's range of the sums. Without a group: numbers that ranks compare.
 - ``wait``: the time for which the host, or on an accelerator the order of streams, holds compute
-  back for a gather or a reduction, or for its send buffer. It is for what ends next of the same
-  group, and has no bytes of its own: they are those of that gather or reduction. 0.
-- ``copy``: between host and device, of offloaded shards and gradients. Bytes. An instant: the
-  copy is a part of the gather or reduction of the same group, told beside it.
-- ``reshard``: a group's unsharded parameters are over. An instant; their bytes.
+  back for a gather or a reduction, or for its send buffer. It belongs to the gather or reduction of
+  the same group that ends next, which has the bytes. 0.
+- ``copy``: a copy of offloaded shards or gradients between host and device. Bytes. An instant: the
+  copy is a part of the gather or reduction of the same group, reported together with it.
+- ``reshard``: a group's unsharded parameters are freed. An instant; their bytes.
 - ``allocate``, ``free``: memory of a buffer comes from the allocator and goes back. Instants; name:
-  ``buffer``. Memory that is used again is not told here.
+  ``buffer``. Reuse of memory is not reported here.
 - ``take``, ``return``: a buffer gets memory, new or used, and gives it up. Instants; name: the kind
   of the buffer (``unsharded``, ``send``, ``receive``), a space, and its first parameter; bytes of
   the memory that lies behind the buffer, which may be more than it asked for.
-- ``step``: made by who observes (`StepObserver.tell`), not by the core: where a step begins.
+- ``step``: the place where a step begins. The observer makes it by `StepObserver.tell`.
 
-A group's forward that ends in an exception ends as others do. Nobody tells of what else was under
-way then.
+A group's forward that ends in an exception is reported as any other. The ends of other events that
+were under way then are not reported.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ class StepEvent(NamedTuple):
 
     Attributes:
         kind: Kind of the event.
-        name: Name of the group, as seen from the root, or of what it is about.
-        group: Number of the group in its process; -1: it is of no group.
+        name: Name of the group, as seen from the root, or of another subject.
+        group: Number of the group in its process; -1: the event belongs to no group.
         phase: Part of the step in which it began. ``optimizer`` is all between a backward and the
             next forward.
-        nbytes: Size in bytes; what of, the kind says.
+        nbytes: Size in bytes; the kind says of what.
         axis: Axis of the mesh that it goes over, ``shard`` or ``replicate``; empty: none.
         num_ranks: Number of ranks that take part.
         begin: Time of the beginning in seconds of the observer's clock; 0 in a dry run.
         opened: Position of the beginning among all beginnings and ends of this observer.
         end: Time of the end.
-        closed: Position of the end among them; that of the beginning for an instant.
+        closed: Position of the end, counted in the same way; for an instant equal to `opened`.
     """
 
     kind: Kind
@@ -105,14 +105,14 @@ _new = tuple.__new__
 
 
 class StepObserver:
-    """Makes events of beginnings and ends, and hands them to a sink.
+    """An observer that makes events of beginnings and ends, and hands them to a sink.
 
     Args:
-        sink: Function of each event, called when it ends, in the thread that tells it.
+        sink: Function that gets each event when it ends, in the thread that reports it.
         clock: Function that returns a time in seconds.
 
     Attributes:
-        phase: Part of the step of now.
+        phase: Current part of the step.
         position: Number of beginnings and ends so far.
     """
 
@@ -127,7 +127,7 @@ class StepObserver:
 
     @property
     def under_way(self) -> list[StepEvent]:
-        """Events that have begun and not ended, in that order; as if they ended at once."""
+        """Events that have begun and not ended, in order of beginning, as if they ended now."""
         return [StepEvent(*found, *found[-2:]) for found in self._open]
 
     def is_within(self, kind: Kind) -> bool:
@@ -143,15 +143,15 @@ class StepObserver:
         across: tuple[str, int] = ("", 1),
         phase: Phase | None = None,
     ) -> None:
-        """Something begins.
+        """Note that an event begins.
 
         Args:
             kind: Kind of the event.
             name: Name of the group.
-            group: Number of the group. Several of one kind and group end in the reverse order.
+            group: Number of the group. Events of one kind and group end in the reverse order.
             nbytes: Size in bytes.
             across: Axis, and number of ranks.
-            phase: Part of the step; None: that of now.
+            phase: Part of the step; None: the current one.
         """
         self.position = opened = self.position + 1
         axis, num = across
@@ -159,18 +159,18 @@ class StepObserver:
         self._open.append((kind, name, group, phase, nbytes, axis, num, self._clock(), opened))
 
     def begin_pass(self, phase: Phase, name: str, group: int) -> None:
-        """The forward or backward of a root begins, and with it this phase of the step."""
+        """Note that the forward or backward of a root begins, and with it a phase of the step."""
         self.phase = phase
         self.begin("pass", name, group=group)
 
     def end(self, kind: Kind, group: int = -1) -> None:
-        """It ends. Nothing is told of what began before anyone observed."""
+        """Note that an event ends. An event that began before the observer came is ignored."""
         for at in range(len(self._open) - 1, -1, -1):
             found = self._open[at]
             if found[0] == kind and found[2] == group:
                 del self._open[at]
                 self.position = closed = self.position + 1
-                # No star: it makes a list first.
+                # No `*` here: it would make a list first.
                 self._sink(_new(StepEvent, found + (self._clock(), closed)))  # noqa: RUF005
                 return
 
@@ -183,23 +183,24 @@ class StepObserver:
         )
 
     def end_backward(self, group: int) -> None:
-        """The backward of a root ends, by its first group; another root's may be under way."""
+        """Note that the backward of a root, given by its first group, ends; others may go on."""
         self.end("pass", group)
         if not self.is_within("pass"):
             self.phase = "optimizer"
 
     def forget(self, groups: Collection[int]) -> None:
-        """An exception came: what is under way of these groups does not end."""
+        """Drop the open events of these groups, which will not end after an exception."""
         self._open = [found for found in self._open if found[2] not in groups]
 
 
 class StepLog:
-    """Notes what a `StepObserver` is told, with the time, and tells it to one later.
+    """A log of the calls of a `StepObserver`, with their times, which makes the events later.
 
     Args:
         clock: Function that returns a time in seconds.
-        max_calls: Number of beginnings and ends from which on it is full.
-        when_full: Function that is called when a pass begins while it is full, to call `take`.
+        max_calls: Number of beginnings and ends at which the log is full.
+        when_full: Function that is called when a pass begins while the log is full; it calls
+            `take`.
 
     Cost: 0.2 us for each beginning and end, and 2 us in `take`.
     """
@@ -210,7 +211,7 @@ class StepLog:
         self._events: list[StepEvent] = []
         self._at = 0.0
         self._later = later = StepObserver(self._events.append, lambda: self._at)
-        # A bound method takes a while to make.
+        # A bound method takes time to make.
         self._begin, self._end, self._tell = later.begin, later.end, later.tell
         self._clock = clock
         self._max_calls = max_calls
@@ -227,33 +228,33 @@ class StepLog:
         across: tuple[str, int] = ("", 1),
         phase: Phase | None = None,
     ) -> None:
-        """Something begins."""
+        """Note that an event begins."""
         self._note((self._begin, kind, name, group, nbytes, across, phase, self._clock()))
 
     def begin_pass(self, phase: Phase, name: str, group: int) -> None:
-        """A pass begins."""
+        """Note that a pass begins."""
         if len(self._calls) >= self._max_calls:
             self._when_full()
         self._note((self._later.begin_pass, phase, name, group, self._clock()))
 
     def end(self, kind: Kind, group: int = -1) -> None:
-        """It ends."""
+        """Note that an event ends."""
         self._note((self._end, kind, group, self._clock()))
 
     def tell(self, kind: Kind, name: str, group: int = -1, nbytes: int = 0) -> None:
-        """Something happens at once."""
+        """Note an instant."""
         self._note((self._tell, kind, name, group, nbytes, self._clock()))
 
     def end_backward(self, group: int) -> None:
-        """The backward of a root ends."""
+        """Note that the backward of a root ends."""
         self._note((self._later.end_backward, group, self._clock()))
 
     def forget(self, groups: Collection[int]) -> None:
-        """What is under way of these groups does not end."""
+        """Note that the open events of these groups will not end."""
         self._note((self._later.forget, groups, self._clock()))
 
     def take(self) -> list[StepEvent]:
-        """Return the events that have ended since the last time."""
+        """Return the events that have ended since the last call."""
         for call, *arguments, at in self._calls:
             self._at = at
             call(*arguments)
@@ -264,7 +265,7 @@ class StepLog:
 
 
 observer: StepObserver | StepLog | None = None
-"""Who observes the steps of this process; None: nobody. Read it where it is used."""
+"""The observer of this process's steps; None: there is none. Read it where it is used."""
 
 
 _Observer = TypeVar("_Observer", StepObserver, StepLog)
@@ -272,16 +273,16 @@ _Observer = TypeVar("_Observer", StepObserver, StepLog)
 
 @contextlib.contextmanager
 def observed_by(new: _Observer) -> Iterator[_Observer]:
-    """Tell an observer what happens in this process while the context is open.
+    """Report what happens in this process to an observer while the context is open.
 
     Args:
         new: Observer.
 
     Yields:
-        The same.
+        The observer.
 
     Raises:
-        RuntimeError: Another one observes already.
+        RuntimeError: There is another observer already.
     """
     global observer  # noqa: PLW0603 - what it observes is the process
     if observer is not None:

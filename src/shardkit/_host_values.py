@@ -1,4 +1,4 @@
-"""What torch reads from a tensor's memory, for tensors that are spread over ranks."""
+"""Methods that read a tensor's memory on the host, for tensors that are spread over ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class HostValues(Tensor):
-    """What torch reads from a tensor's memory, read from the whole. Collective."""
+    """Methods that read a tensor's memory on the host; here they read the whole. Collective."""
 
     def full_tensor(self) -> Tensor:
-        """Return the whole."""
+        """Return the whole tensor."""
         raise NotImplementedError
 
     def tolist(self) -> Any:
@@ -19,9 +19,9 @@ class HostValues(Tensor):
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the whole as an array that cannot be written. Collective, as `full_tensor`.
+        """Return the whole as a read-only array. Collective, as `full_tensor`.
 
-        Writing would not reach the pieces.
+        Writes to the array would not reach the pieces.
         """
         array: Any = self.full_tensor().numpy(force=force)
         array.flags.writeable = False
@@ -34,5 +34,5 @@ class HostValues(Tensor):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __format__(self, format_spec: str) -> str:
-        """Format as `repr`; by a format, as of a number, the value. Only that is collective."""
+        """Format as `repr`; with a format spec format the value, which is collective."""
         return format(self.item(), format_spec) if format_spec else repr(self)

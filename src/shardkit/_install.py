@@ -1,4 +1,4 @@
-"""Puts shardkit in the place of FSDP2, for scripts that import it from torch."""
+"""`install` puts shardkit in the place of FSDP2, for scripts that import FSDP2 from torch."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ _OURS = {
     )
 }
 _MODULES = ("torch.distributed.tensor", "torch.distributed._tensor")
-"""Those that users import `distribute_tensor` from."""
+"""Modules from which users import `distribute_tensor`."""
 
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-"""Those that users import from. Other parts of torch keep what they have."""
+"""Modules from which users import FSDP2. Other parts of torch keep torch's objects."""
 
 _COMPANIONS = {"accelerate": "shardkit.integrations.accelerate"}
-"""Packages that do for FSDP2 what its names do not reach, and whose `use` does it by shardkit."""
+"""Packages that use FSDP2 past its public names; `use` of each module here does the rest."""
 
 _installed: list[Installed] = []
 
 
 class Installed:
-    """What `install` has done. As a context manager it is undone at the end."""
+    """Record of what `install` has done. As a context manager it undoes that at the end."""
 
     def __init__(self) -> None:
         self._undoing: list[Callable[[], object]] = []
         self.brought_along: set[str] = set()
 
     def replace(self, owner: object, name: str, value: object) -> None:
-        """Replace a name of a module or class, and remember what it was."""
+        """Replace a name of a module or class, and remember the former value."""
         self.at_undo(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
@@ -74,18 +74,18 @@ class Installed:
         return bool(self._undoing)
 
     def at_undo(self, call: Callable[[], object]) -> None:
-        """Have something called when this is undone; what was given last is called first."""
+        """Call a function at `undo`; the function that was given last is called first."""
         self._undoing.append(call)
 
     def after_import(self, name: str, then: Callable[[Any], None]) -> None:
-        """Call a function with a module: now if it is imported, else right after that."""
+        """Call a function with a module: now if it is imported, else right after its import."""
         finder = when_imported(name, then)
         self.at_undo(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
 
     def undo(self) -> None:
-        """Give torch's names back. Models that are sharded stay as they are.
+        """Give torch's names back. Models that are sharded do not change.
 
-        So do modules that were imported meanwhile: they keep the names that they got.
+        Nor do modules that were imported meanwhile: they keep the names that they got.
         """
         while self._undoing:
             self._undoing.pop()()
@@ -100,37 +100,37 @@ class Installed:
 def install() -> Installed:
     """Let ``from torch.distributed.fsdp import fully_shard`` give shardkit's, in this process.
 
-    The same for `FSDPModule`, `UnshardHandle`, the policies, `register_fsdp_forward_method` and
-    `share_comm_ctx`, and for ``torch.distributed._composable.fsdp``. So an unchanged FSDP2 script
-    trains with shardkit:
+    The same holds for `FSDPModule`, `UnshardHandle`, the policies, `register_fsdp_forward_method`
+    and `share_comm_ctx`, and for ``torch.distributed._composable.fsdp``. So an unchanged FSDP2
+    script trains with shardkit:
 
         import shardkit
 
         shardkit.install()
         import train  # The script.
 
-    Modules outside of torch that have imported these names before get shardkit's as well, under
-    the names that they gave them. What they keep elsewhere, such as in a class or as a default
-    argument, stays torch's: policies of torch are understood, its `fully_shard` shards as FSDP2
-    does. So call this first. Torch's own modules go on to use FSDP2; its
-    pipelines know shardkit's modules by what they inherit.
+    Modules outside of torch that imported these names earlier get shardkit's objects as well, under
+    the names that they chose. Objects that they keep elsewhere, such as in a class or as a default
+    argument, stay torch's: shardkit accepts torch's policies, but torch's `fully_shard` shards as
+    FSDP2 does. So call this first. Torch's own modules continue to use FSDP2. Torch's pipelines
+    recognize shardkit's modules by their base class.
 
-    ``isinstance(param, DTensor)`` is True of sharded tensors meanwhile, as it is with FSDP2.
+    Until `undo()` ``isinstance(param, DTensor)`` is True for sharded tensors, as with FSDP2.
 
-    Where Accelerate is imported, before or after, `shardkit.integrations.accelerate.use` is called
-    as well. That also serves the Trainer of transformers, and TRL. If its version is too old for
-    that, a warning says so.
+    If Accelerate is imported, before or after this call, `shardkit.integrations.accelerate.use` is
+    called as well. That also serves the Trainer of transformers, and TRL. If the version of
+    Accelerate is too old for that, a warning says so.
 
-    Rank 0 says once what was done, through the logger ``shardkit``. A second call changes nothing.
+    Rank 0 logs once what was done, through the logger ``shardkit``. A second call changes nothing.
 
     Returns:
-        Object whose `undo()` gives torch's names back, as does the end of ``with install():``. That
-        of a second call has nothing to undo.
+        Object whose `undo()` gives torch's names back, as does the end of ``with install():``. The
+        object of a second call has nothing to undo.
     """
     import torch.distributed.fsdp as torch_fsdp  # noqa: TID251 - to replace its names
     import torch.distributed.tensor as torch_tensor  # noqa: TID251 - to replace its names
 
-    # They ask FSDP2's modules for more than they offer in public, or are what gives its names.
+    # These use private parts of FSDP2's modules, or are the modules that define its names.
     importlib.import_module("torch.distributed.pipelining")
     importlib.import_module("torch.distributed._composable.fsdp")
     installed = Installed()
@@ -171,7 +171,7 @@ def install() -> Installed:
 
 
 def _answer_as_dtensors(installed: Installed) -> None:
-    """Let ``isinstance(param, DTensor)`` be True of sharded tensors, as it is with FSDP2."""
+    """Let ``isinstance(param, DTensor)`` be True for sharded tensors, as with FSDP2."""
     import torch.distributed.tensor as torch_tensor  # noqa: TID251 - to be taken for its classes
 
     answer_to(torch_tensor.DTensor)
@@ -190,10 +190,10 @@ def _answer_as_dtensors(installed: Installed) -> None:
 
 
 def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``distribute_tensor``: with the placements of a sharded tensor it cuts as that is cut.
+    """Wrap ``distribute_tensor``: given a sharded tensor's placements, it cuts in the same way.
 
-    Cost: a broadcast of the tensor on each axis of several ranks of the parameter's mesh, those of
-    tensor parallelism too, unless `src_data_rank` is None or the tensor is on meta.
+    Cost: a broadcast of the tensor on each axis of several ranks of the parameter's mesh, including
+    axes of tensor parallelism, unless `src_data_rank` is None or the tensor is on meta.
     """
 
     @functools.wraps(original)
@@ -222,7 +222,7 @@ def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
             whole = whole.to(spec.mesh.backend.device)
         if src_data_rank is not None and not (whole.is_meta or spec.is_traced):
             whole = whole.clone(memory_format=torch.contiguous_format)
-            # In the order of the mesh: what the first one of an axis sends on has come before.
+            # In the order of the mesh: the first rank of an axis has received what it sends on.
             for index in range(spec.mesh.ndim):
                 spec.mesh.backend.axis(index).broadcast(whole, src_data_rank)
         piece = spec.slice_full(whole).clone()
@@ -233,10 +233,10 @@ def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_mesh(mesh: Any, spec: ShardSpec) -> None:
-    """Refuse another mesh than the parameter's; None, and torch's of the same ranks, are right.
+    """Refuse a mesh other than the parameter's; None, and torch's mesh of the same ranks, are fine.
 
     Raises:
-        ShardedTensorError: It is another one.
+        ShardedTensorError: The mesh is another one.
     """
     own = spec.mesh
     is_own = mesh is None or mesh == own
@@ -254,18 +254,18 @@ def _check_mesh(mesh: Any, spec: ShardSpec) -> None:
 
 
 def _bring_along(installed: Installed, package: types.ModuleType) -> None:
-    """Have a package that was imported use shardkit as well."""
+    """Let a package that was imported use shardkit as well."""
     name = package.__name__
     integration: Any = importlib.import_module(_COMPANIONS[name])
     if not hasattr(integration, "use") or name in installed.brought_along:
-        return  # It imports the package just now, and calls `catch_up` at its end.
+        return  # The integration is importing the package, and calls `catch_up` at its end.
     installed.brought_along.add(name)
     try:
         used = integration.use()
     except IntegrationError as error:
         refuse_or_warn(name, error)
         return
-    if not used.has_replaced:  # Somebody has called it before, and is told of errors.
+    if not used.has_replaced:  # The user called `use` before, and gets the errors.
         installed.brought_along.discard(name)
         return
     installed.at_undo(used.undo)
@@ -273,15 +273,15 @@ def _bring_along(installed: Installed, package: types.ModuleType) -> None:
 
 
 def catch_up(package: str) -> None:
-    """Do what `install` left to the end of an integration that imports its package itself."""
+    """Finish `install` at the end of an integration that imports its package itself."""
     for installed in _installed:
         _bring_along(installed, sys.modules[package])
 
 
 def refuse_or_warn(package: str, error: IntegrationError) -> None:
-    """Raise an error of an integration; warn of it where `install` alone has brought it along.
+    """Raise an error of an integration; only warn of it if `install` alone called the integration.
 
-    A script that calls no more than that may import the package for something else.
+    A script that only calls `install` may import the package for something else.
     """
     if not any(installed.brought_along for installed in _installed):
         raise error
@@ -299,9 +299,9 @@ def _is_of(module: types.ModuleType, packages: tuple[str, ...]) -> bool:
 
 
 def _places_of(theirs: dict[str, Any]) -> Iterator[tuple[types.ModuleType, str, str]]:
-    """Yield every loaded module that has one of torch's objects, its name there, and torch's.
+    """Yield each loaded module that has one of torch's objects, its name there, and torch's name.
 
-    Not the files of FSDP2 itself, which go on to use their own.
+    The files of FSDP2 itself are left out: they continue to use their own objects.
     """
     home = Path(inspect.getfile(inspect.unwrap(theirs["fully_shard"]))).parent
     by_id = {id(value): name for name, value in theirs.items()}

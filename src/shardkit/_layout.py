@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 # --- boxes ----------------------------------------------------------------------------------------
 #
-# A rank owns a range of a flattened tensor. Checkpoints speak of boxes: an offset and a size for
-# each dimension. A range is a few of them: what completes the row it begins in, the whole rows,
-# what is left at its end, and so on in every dimension::
+# A rank owns a range of a flattened tensor. Checkpoints use boxes: an offset and a size for each
+# dim. A range consists of a few boxes: the rest of the row in which it begins, the whole rows, the
+# start of the row in which it ends, and so on in every dim::
 #
 #     shape (4, 6), range [4, 21)      . . . . a a      a  offsets (0, 4)  sizes (1, 2)
 #                                      b b b b b b      b  offsets (1, 0)  sizes (2, 6)
@@ -31,9 +31,9 @@ class Box:
     """A rectangular part of a tensor, contiguous in the flattened tensor.
 
     Attributes:
-        offsets: Position where it begins, per dimension.
-        sizes: Extent per dimension; none is 0 unless the tensor is empty.
-        start: Position of its first element in the range that it is a part of.
+        offsets: Position where the box begins, per dim.
+        sizes: Extent per dim; none is 0 unless the tensor is empty.
+        start: Position of its first element in the range that the box is a part of.
     """
 
     offsets: tuple[int, ...]
@@ -47,24 +47,24 @@ class Box:
 
     @property
     def stop(self) -> int:
-        """Where its last element lies in the range, plus one."""
+        """Position of its last element in the range, plus one."""
         return self.start + self.numel
 
 
 def boxes_of_range(
     shape: Sequence[int], start: int, stop: int, *, origin: Sequence[int] | None = None
 ) -> list[Box]:
-    """Return the boxes that [start, stop) of a flattened tensor consists of, in its order.
+    """Return the boxes that make up [start, stop) of a flattened tensor, in order.
 
     Args:
-        shape: Shape of the tensor; ``()`` has one element and one box without dimensions.
+        shape: Shape of the tensor; ``()`` has one element and one box without dims.
         start: First element.
         stop: End of the range; no boxes if it is not beyond `start`.
-        origin: Position of the tensor in a larger one whose offsets are wanted (the part that
-            tensor parallelism left on this rank); None: at its beginning.
+        origin: Position of the tensor in a larger one, in which offsets are counted (the tensor is
+            then this rank's part in tensor parallelism); None: its beginning.
 
     Returns:
-        Disjoint boxes that cover the range, at most ``2 * len(shape) - 1`` (one for no dimension).
+        Disjoint boxes that cover the range, at most ``2 * len(shape) - 1`` (one for no dim).
 
     Cost: O(len(shape) ** 2); nothing depends on sizes.
     """
@@ -74,15 +74,15 @@ def boxes_of_range(
     boxes: list[Box] = []
     position = start
     while position < stop:
-        # The widest dimension along which a box can begin here and end by `stop`.
+        # The widest dim along which a box can begin here and end by `stop`.
         fits = (position % stride == 0 and position + stride <= stop for stride in strides)
         dim = next((dim for dim, is_fit in enumerate(fits) if is_fit), len(shape))
         index = [position // stride % size for size, stride in zip(shape, strides, strict=True)]
         sizes = [1] * len(shape)
         numel = 1
         if dim < len(shape):
-            # Whole steps along `dim`, all of the dimensions behind it; never beyond its end, since
-            # the next wider dimension would have been taken there.
+            # Whole steps along `dim`, with all of the dims behind it. They do not go beyond its
+            # end, since the next wider dim would have been taken there.
             steps = min((stop - position) // strides[dim], shape[dim] - index[dim])
             sizes[dim:] = [steps, *shape[dim + 1 :]]
             numel = steps * strides[dim]
@@ -103,8 +103,8 @@ def boxes_of_range(
 #     flat space   | w0 . . . . . . . | b0 | pad | w1 . . . . . . . . . . | pad |
 #     ranks        | rank 0       | rank 1       | rank 2       | rank 3       |
 #
-# For everything above, a layout is one thing: for each parameter and rank, the range of the
-# flattened parameter that the rank owns, and where it lies in the rank's shard.
+# For all code above, a layout says one thing: for each parameter and rank, which range of the
+# flattened parameter the rank owns, and where that range lies in the rank's shard.
 
 ALIGN_NBYTES = 16
 """Vectorized kernels and NCCL want 16-byte-aligned starts."""
@@ -169,7 +169,7 @@ class FlatLayout(BucketLayout):
                 that starts are aligned in every dtype.
 
         Raises:
-            LayoutError: If `world_size` or `itemsize` is below 1, or a dimension negative.
+            LayoutError: If `world_size` or `itemsize` is below 1, or a dim negative.
 
         Cost: O(number of parameters); nothing depends on the world size or the sizes.
         """
@@ -201,7 +201,7 @@ class FlatLayout(BucketLayout):
 
     @classmethod
     def of_one(cls, shape: Sequence[int], cut: tuple[int, int, int, int]) -> FlatLayout:
-        """Return a layout of one parameter that is cut as `cut` of another layout says."""
+        """Return a layout of one parameter that is cut as `cut` of another layout describes."""
         offset, numel, shard_numel, world_size = cut
         return cls(
             shapes=(tuple(shape),),
@@ -240,15 +240,15 @@ class FlatLayout(BucketLayout):
         return range(first, last + 1)
 
     def cut(self, index: int) -> tuple[int, int, int, int]:
-        """Return what decides how parameter `index` is cut; equal cuts mean equal pieces."""
+        """Return the numbers that decide how parameter `index` is cut; equal cuts, equal pieces."""
         return self.offsets[index], self.numels[index], self.shard_numel, self.world_size
 
 
 # --- even layouts ---------------------------------------------------------------------------------
 #
-# Pure integer arithmetic; no torch. Compilers of one program for all ranks (XLA) want tiles of
-# one size, so a bucket cannot be cut wherever a rank's range ends. ``Even`` cuts every parameter
-# into equal parts, the last ones padded, and puts the parts of a rank side by side::
+# Pure integer arithmetic; no torch. A compiler that makes one program for all ranks (XLA) needs
+# tiles of one size, so a bucket cannot be cut at any element. ``Even`` cuts every parameter into
+# equal parts, the last ones padded, and puts the parts of a rank side by side::
 #
 #     parameters   | w0 . . . . . . . . . . . | b0 . . |
 #     shard of 0   | w0[0:3]  | b0[0:1] | pad |
@@ -258,7 +258,7 @@ class FlatLayout(BucketLayout):
 # flattened.
 
 ALIGN_NUMEL = 128
-"""Vector lanes of a TPU: shards of another size are padded by the compiler, in every operator."""
+"""Vector lanes of a TPU: the compiler pads shards of other sizes, in every operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ class EvenLayout(BucketLayout):
             world_size: Number of ranks of the shard axis, at least 1.
 
         Raises:
-            LayoutError: If `world_size` is below 1, or a dimension negative.
+            LayoutError: If `world_size` is below 1, or a dim negative.
 
         Cost: padding of less than `world_size` elements per parameter and 128 per shard.
         """
@@ -337,7 +337,7 @@ class EvenLayout(BucketLayout):
     def shard_range(self, index: int, rank: int) -> tuple[int, int]:
         """Return [start, stop) in `rank`'s shard where its piece of parameter `index` lies.
 
-        Without the padding of the part. An empty piece is ``(0, 0)``.
+        The range excludes the padding of the part. An empty piece is ``(0, 0)``.
         """
         start, stop = self.owned_range(index, rank)
         if start == stop:
@@ -351,8 +351,8 @@ class EvenLayout(BucketLayout):
         return range(-(-self.numels[index] // self.sizes[index]))
 
     def cut(self, index: int) -> tuple[int, int, int, int]:
-        """Return what decides how parameter `index` is cut; equal cuts mean equal pieces.
+        """Return the numbers that decide how parameter `index` is cut; equal cuts, equal pieces.
 
-        In the terms of `FlatLayout`: one alone, at the start, with shards of this size.
+        As in a `FlatLayout` of this parameter alone, at the start, with shards of this size.
         """
         return 0, self.numels[index], self.sizes[index], self.world_size

@@ -1,7 +1,7 @@
 """`DeviceMesh`: axis names, sizes and coordinates.
 
-Pure arithmetic plus one opaque object, the backend that can communicate along the axes. Meshes are
-made by `shardkit.init_device_mesh` or from torch's by the backends.
+A mesh is pure arithmetic plus one opaque object, the backend that can communicate along the axes.
+`shardkit.init_device_mesh` makes meshes; the backends make them from torch's meshes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _numbers = itertools.count()
 
 
 def known_meshes() -> list[DeviceMesh]:
-    """Return the meshes that are in use in this process, the last one made first."""
-    # Each may be collected at any time, so they are held before they are sorted.
+    """Return the meshes that are in use in this process, newest first."""
+    # A mesh may be collected at any time, so hold all of them before sorting.
     return [mesh for _, mesh in sorted(_made.items(), reverse=True, key=lambda item: item[0])]
 
 
@@ -31,7 +31,7 @@ def known_meshes() -> list[DeviceMesh]:
 class DeviceMesh:
     """An n-dimensional arrangement of ranks, of which this process is one.
 
-    Equal if device type, shape, ranks and axis names are equal.
+    Two meshes are equal if device type, shape, ranks and axis names are equal.
 
     Attributes:
         device_type: Type of the devices: ``"cpu"``, ``"cuda"``, ...
@@ -40,8 +40,9 @@ class DeviceMesh:
         mesh_dim_names: Names of the axes, or None.
         rank: Global rank of this process.
         backend: Backend that communicates along the axes (`shardkit.backends.Backend`).
-        left_out: Names of the axes of several ranks of the mesh that this is a submesh of.
-        world_size: Number of ranks that there are; 0: those of this mesh.
+        left_out: Names of the axes that a submesh lacks of its parent mesh, for axes of several
+            ranks.
+        world_size: Number of ranks of the world; 0: the size of this mesh.
     """
 
     device_type: str
@@ -54,7 +55,7 @@ class DeviceMesh:
     world_size: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check that shape, ranks and names fit each other."""
+        """Check that shape, ranks and names fit together."""
         if math.prod(self.shape) != len(self.ranks):
             msg = (
                 f"a mesh of shape {self.shape} needs {math.prod(self.shape)} ranks, got "
@@ -72,7 +73,7 @@ class DeviceMesh:
             _made[next(_numbers)] = self
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to do where torch wants a mesh of its own, which has more attributes."""
+        """Raise with a remedy if torch needs a mesh of its own, which has more attributes."""
         msg = (
             f"a DeviceMesh of shardkit has no attribute {name!r}. Where torch wants a mesh of its "
             f"own, as parallelize_module does, make it by torch's init_device_mesh (of "
@@ -111,7 +112,7 @@ class DeviceMesh:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this process is the one that speaks for all of the mesh."""
+        """Whether this process is the one that logs and warns for the whole mesh."""
         return self.rank == self.ranks[0]
 
     def get_coordinate(self) -> list[int] | None:
@@ -155,7 +156,7 @@ class DeviceMesh:
         return self.submesh([self.axis_index(name) for name in names])
 
     def last_axis(self) -> DeviceMesh:
-        """Return the submesh of the last axis through this rank; a mesh of one axis itself."""
+        """Return the submesh of the last axis through this rank; a 1-D mesh returns itself."""
         return self if self.ndim == 1 else self.submesh([self.ndim - 1])
 
     def submesh(self, keep: list[int]) -> DeviceMesh:
@@ -191,5 +192,5 @@ class DeviceMesh:
         )
 
     def describe_ranks(self) -> str:
-        """Return the ranks for an error message, shortened."""
+        """Return the ranks as shortened text for an error message."""
         return f"[{listed(self.ranks, str)}]"

@@ -1,12 +1,12 @@
-"""Pickles of sharded tensors: what `torch.save` writes of one, and how it comes back.
+"""Pickles of sharded tensors: what `torch.save` writes, and how tensors are rebuilt.
 
-A rank's file holds its own pieces. What is written of a tensor: the piece, how the whole is cut,
-which piece it is, and a description of the mesh. A process group cannot be written, so a piece is
-bound, when it is loaded, to a mesh of the same description that this process has. To another
-process of this machine (`torch.multiprocessing`) a piece goes in shared memory.
+A rank's file holds its own pieces. A pickle of a tensor holds the piece, how the whole is cut,
+which piece it is, and a description of the mesh. A process group cannot be written. So loading
+binds the piece to a mesh of this process that has the same description. A piece travels to another
+process of this machine (`torch.multiprocessing`) in shared memory.
 
-`rebuild_tensor` is a safe global of torch's, so that ``torch.load(weights_only=True)`` loads state
-dicts. Its name and its arguments are a file format: what is added comes last, with a default.
+`rebuild_tensor` is one of torch's safe globals, so that ``torch.load(weights_only=True)`` loads
+state dicts. Its name and arguments are a file format: new arguments come last, with a default.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Description = tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | Non
 
 
 def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
-    """Return how to pickle a sharded tensor; as of other parameters, not its gradient.
+    """Return how to pickle a sharded tensor, without its gradient, as for other parameters.
 
     The piece shares its flat's storage, which torch.save writes once for all pieces in it.
     """
@@ -82,8 +82,8 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
     """Return a sharded tensor that was pickled, bound to a mesh of this process.
 
     Raises:
-        MeshError: There is no such mesh.
-        ShardedTensorError: The piece is that of another rank.
+        MeshError: This process has no such mesh.
+        ShardedTensorError: The piece belongs to another rank.
     """
     mesh = _find_mesh(name, described)
     axis = mesh.backend.axis(mesh.ndim - 1)
@@ -116,7 +116,7 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
 
 
 def _find_mesh(name: str, described: Description) -> DeviceMesh:
-    """Return the last mesh made of this description; the world if it fits; by preference alike."""
+    """Return the newest mesh of this description, preferably an equal one; or a fitting world."""
     device_type, shape, ranks, names = described
     fitting = [
         mesh
@@ -149,9 +149,9 @@ def _find_mesh(name: str, described: Description) -> DeviceMesh:
 
 
 class SavedPiece(Tensor):
-    """A sharded tensor's piece in a process without its mesh: can be written to a checkpoint only.
+    """A sharded tensor's piece in a process without its mesh; it can only go to a checkpoint.
 
-    What the process that ``dcp.async_save`` may start for writing gets.
+    The process that ``dcp.async_save`` may start for writing gets such pieces.
     """
 
     __torch_function__ = torch_tensors.disabled_torch_function
@@ -173,19 +173,19 @@ class SavedPiece(Tensor):
         return f"SavedPiece({self.described[-1]!r}, shape={tuple(self.shape)})"
 
     def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
-        """Tell a distributed checkpoint what is written."""
+        """Return the items that a distributed checkpoint writes."""
         del tensor
         return dcp_protocol.create_write_items(fqn, *self.described)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Give a distributed checkpoint what is written."""
+        """Return the tensor that a distributed checkpoint writes."""
         return dcp_protocol.get_tensor_shard(index, *self.described)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse everything."""
+        """Refuse all operators."""
         del types, kwargs
         name = next((arg.described[-1] for arg in args if isinstance(arg, cls)), "?")
         msg = (
@@ -210,7 +210,7 @@ def reduce_for_process(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
 def rebuild_in_process(
     described: tuple[Any, ...] | None, saved: tuple[Tensor, tuple[int, ...], list[Box], str]
 ) -> Tensor:
-    """Return a sharded tensor that was sent, or where there is no such mesh a `SavedPiece`."""
+    """Return a sharded tensor that was sent, or a `SavedPiece` if there is no such mesh."""
     if described is not None:
         with contextlib.suppress(MeshError):
             return rebuild_tensor(*described)
@@ -218,12 +218,12 @@ def rebuild_in_process(
 
 
 class Pickled:
-    """What was pickled in this process, not counting what is sent to others of this machine."""
+    """Record of pickles in this process, without those for other processes of this machine."""
 
     count = 0  # Number of sharded tensors.
     name = ""  # Name of the last one.
-    num_pieces = 0  # Number of pieces of its whole, each on another rank.
-    is_told = False  # Whether it was said that other ranks have pickled nothing.
+    num_pieces = 0  # Number of pieces that make up its whole, each on another rank.
+    is_told = False  # Whether a warning said that other ranks have pickled nothing.
 
 
 def _reduce_and_note(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:

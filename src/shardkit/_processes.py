@@ -1,4 +1,4 @@
-"""Which machine this is, and what other processes of it do."""
+"""Which machine this is, and what other processes on it do."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _PROCESSES = Path("/proc/self/ns/pid")
 
 
 def machine_id() -> str:
-    """Return `boot_and_namespace`; where that is not known the host name, which may mislead."""
+    """Return `boot_and_namespace`; if that is unknown, the host name, which may mislead."""
     return boot_and_namespace() or socket.gethostname()
 
 
 def boot_and_namespace() -> str:
-    """Return what processes have in common that can look at each other by their ids.
+    """Return a text that is equal for processes that see each other under their process ids.
 
-    Host names do not tell: clones and containers may all have the same one. Empty: it is not
-    known, where there is no Linux or no /proc.
+    Host names are not enough: clones and containers may all have the same one. The text is empty,
+    for unknown, without Linux or /proc.
     """
     try:
         return f"{_BOOT.read_text()}{_PROCESSES.readlink()}"
@@ -28,13 +28,13 @@ def boot_and_namespace() -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return ``"gone"``, ``"stopped"`` or ``"busy"``; ``"silent"`` where it cannot be known."""
+    """Return ``"gone"``, ``"stopped"`` or ``"busy"``; ``"silent"`` if that cannot be known."""
     try:
         os.kill(pid, 0)
         letter = _fields(pid)[0]
     except ProcessLookupError:
         return "gone"
-    except OSError:  # Another user's, or no /proc.
+    except OSError:  # It is another user's process, or there is no /proc.
         return "silent"
     if letter in "ZXx":
         return "gone"
@@ -42,9 +42,9 @@ def process_state(pid: int) -> str:
 
 
 def start_of(pid: int) -> str:
-    """Return when a process began, which tells it from later ones with its id; empty: it ended.
+    """Return when a process began, to tell it from later ones with its id; empty: it has ended.
 
-    Of this process it is ``"0"`` where there is no /proc.
+    Without /proc it is ``"0"`` for this process.
     """
     try:
         fields = _fields(pid)
@@ -54,6 +54,6 @@ def start_of(pid: int) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return what the system says behind the command: its state, ..., and as the 20th the start."""
+    """Return the fields of /proc/PID/stat after the command: first the state, 20th the start."""
     content = Path(f"/proc/{pid}/stat").read_bytes()
     return content.rpartition(b")")[2].decode().split()

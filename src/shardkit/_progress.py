@@ -1,4 +1,4 @@
-"""How far something is that may take minutes: on rank 0's terminal, or told to a function."""
+"""Progress of an action that may take minutes, on rank 0's terminal or through a function."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _SHOWN_AFTER_S = 1.0
 
 
 class Meter:
-    """Counts bytes, and shows them if it takes longer than about a second."""
+    """A counter of bytes, which shows them if the action takes longer than about a second."""
 
     def __init__(self, progress: Progress, what: str, *, rank: int) -> None:
         """Show nothing yet.
 
         Args:
-            progress: Function of the bytes done and of all, called on each rank about its own;
-                False: nothing; else a bar on rank 0's terminal, if rich is installed.
+            progress: Function of the bytes done and of all bytes, which each rank calls with its
+                own numbers; False: show nothing; else a bar on rank 0's terminal, if rich is
+                installed.
             what: Name of the action, for the bar.
             rank: Number of this process.
         """
@@ -39,14 +40,14 @@ class Meter:
         self._lock = threading.Lock()
 
     def expect(self, nbytes: int) -> None:
-        """Say how many bytes there will be."""
+        """Set how many bytes there will be."""
         self._total += nbytes
 
     def add(self, nbytes: int) -> None:
         """Count bytes; called from any thread."""
         with self._lock:
             self._done += nbytes
-            # What is around tensors in a file is not expected.
+            # `expect` did not count the bytes around tensors in a file.
             done = min(self._done, self._total)
             if self._call is not None:
                 self._call(done, self._total)
@@ -71,6 +72,6 @@ class Meter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()

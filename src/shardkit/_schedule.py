@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ScheduleOptions:
-    """What users chose, by group number; may change between passes."""
+    """Choices of users, by group number; they may change between passes."""
 
     # Groups that are not resharded after forward.
     no_reshard_after_forward: set[int] = field(default_factory=set)
-    # Groups of more than one module: not given back between them in backward either.
+    # Groups of more than one module, which are not freed between their modules in backward either.
     several_modules: set[int] = field(default_factory=set)
     # Groups that are not resharded after backward.
     no_reshard_after_backward: set[int] = field(default_factory=set)
@@ -31,7 +31,7 @@ class ScheduleOptions:
     prefetch_in_forward: bool = True  # Whether forward gathers ahead.
     # Moment when backward gathers ahead.
     prefetch_in_backward: BackwardPrefetch = BackwardPrefetch.PRE
-    # Groups to gather when a group is entered, instead of what came next in the last pass.
+    # Groups to gather when a group is entered, instead of those that came next in the last pass.
     next_in_forward: dict[int, list[int]] = field(default_factory=dict)
     # Groups to gather when a group is entered in backward.
     next_in_backward: dict[int, list[int]] = field(default_factory=dict)
@@ -41,9 +41,10 @@ class ScheduleOptions:
 
 
 class ForwardOrder:
-    """Remembers the last pass of every root, and follows it.
+    """The order of groups in the last pass of every root, which predicts the next pass.
 
-    Of each: a head that is called alone, chunk by chunk, does not disturb the model's order.
+    Each root has its own order: a head that is called alone, chunk by chunk, does not disturb the
+    model's order.
     """
 
     def __init__(self) -> None:
@@ -54,13 +55,13 @@ class ForwardOrder:
         self._position = 0
 
     def begin_pass(self, root: Hashable) -> None:
-        """A pass of a root begins."""
+        """Begin a pass of a root."""
         self._order = []
         self._root = root
         self._position = 0
 
     def enter(self, group: int) -> Sequence[int]:
-        """Note a group that is entered; return what came after it in the last pass."""
+        """Note a group that is entered; return the groups that followed it in the last pass."""
         if self._order[-1:] != [group]:  # Ranks may use different modules of a list.
             self._order.append(group)
         order, position = self._last_orders.get(self._root, []), self._position
@@ -72,18 +73,18 @@ class ForwardOrder:
         return order[position + 1 :]
 
     def end_pass(self) -> None:
-        """The pass ends."""
+        """End the pass."""
         self._last_orders[self._root] = self._whole_orders[self._root] = self._order
 
     def last(self, root: Hashable) -> Sequence[int]:
         """Return the order of the last pass of a root that came to its end; `clear` keeps it.
 
-        What ranks decide by it must be alike after an exception on one of them, too.
+        Ranks decide by this order, so it must be equal on all ranks even after an exception on one.
         """
         return self._whole_orders.get(root, ())
 
     def clear(self) -> None:
-        """Forget everything: after an exception ranks may have noted different orders."""
+        """Drop all orders: after an exception ranks may have noted different ones."""
         self._last_orders.clear()
         self._order = []
         self._position = 0
@@ -95,7 +96,7 @@ class ForwardOrder:
 class Memory(enum.Enum):
     """Whether a group has unsharded memory.
 
-    PREFETCHED: It has, or will have soon, and nobody has needed it yet.
+    PREFETCHED: It has memory, or will have it soon, and nothing has needed that memory yet.
     """
 
     FREED = "freed"
@@ -105,22 +106,22 @@ class Memory(enum.Enum):
 
 @dataclass(slots=True)
 class GroupState:
-    """Where one group is in a step; its `repr` is what to print first when a step goes wrong."""
+    """Where one group is in a step; print its `repr` first when a step goes wrong."""
 
     number: int  # Number of the group.
     memory: Memory = Memory.FREED  # Whether it has unsharded memory.
-    num_forwards: int = 0  # Number of forwards that are under way, one within another.
+    num_forwards: int = 0  # Number of forwards that are under way, one inside another.
     in_recompute: bool = False  # Whether a forward runs again inside backward.
     in_backward: bool = False  # Whether backward is inside one of its forwards.
     is_user_held: bool = False  # Whether the user called `unshard`.
-    # Whether it stays user-held until `reshard`, through forwards and backwards.
+    # Whether it stays user-held through forwards and backwards until `reshard`.
     is_lent: bool = False
-    has_unseen_backward: bool = False  # Whether a forward ended whose backward nobody will report.
-    awaits_other_modules: bool = False  # Whether others of its modules have not run in this pass.
-    rests_after_backward: bool = False  # Whether it stays after backward, as the user chose.
+    has_unseen_backward: bool = False  # Whether an ended forward's backward will not be reported.
+    awaits_other_modules: bool = False  # Whether some of its modules have not run in this pass.
+    rests_after_backward: bool = False  # Whether it keeps its memory after backward, by choice.
     num_expected: int = 0  # Number of gradients that come if this backward uses every parameter.
     num_arrived: int = 0  # Number of gradients that came in this backward.
-    # Number of forwards that backward is inside of, and that report when it leaves.
+    # Number of forwards that backward is inside, and whose end it reports.
     num_watched: int = 0
     is_complete: bool = False  # Whether this backward brings no more gradients.
     # Modules of the group that ran in this pass, by position.
@@ -141,16 +142,16 @@ class GroupState:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the memory is needed now or was asked to stay."""
+        """Whether the memory is needed now or must stay."""
         return self.in_use or self.awaits_other_modules or self.rests_after_backward
 
     def gather(self, *, ahead: bool) -> None:
-        """Get memory, now or ahead of use."""
+        """Get memory, for use now or later."""
         self._require(self.memory is Memory.FREED, "gathered")
         self.memory = Memory.PREFETCHED if ahead else Memory.LIVE
 
     def use(self) -> None:
-        """Somebody needs the memory, which is there."""
+        """Mark the memory, which is there, as used."""
         self._require(self.memory is not Memory.FREED, "used")
         self.memory = Memory.LIVE
         self.rests_after_backward = False
@@ -162,29 +163,29 @@ class GroupState:
         self.rests_after_backward = False
 
     def leave_forward(self) -> None:
-        """A forward ends; with the last one what the user held goes."""
+        """Leave a forward; the last one ends the user's hold."""
         self.num_forwards = max(self.num_forwards - 1, 0)
         if not self.num_forwards:
             self.is_user_held = self.is_lent
 
     def leave_backward(self) -> None:
-        """Backward is done with the forwards that it was inside of."""
+        """Leave the forwards that backward was inside."""
         self.in_backward = self.in_recompute = False
         self.is_user_held = self.is_lent
 
     def release(self) -> None:
-        """The user gives the memory back."""
+        """End the user's hold on the memory."""
         self.is_user_held = self.is_lent = False
         self.has_unseen_backward = self.awaits_other_modules = False
         self.rests_after_backward = self.in_backward = False
 
     def begin_pass(self) -> None:
-        """A root forward starts."""
+        """Begin a root's forward."""
         self.has_unseen_backward = self.awaits_other_modules = False
         self.modules_run.clear()
 
     def end_pass(self) -> None:
-        """A root forward ends: the root may have caught what a layer raised."""
+        """End a root's forward, also after an exception of a layer that the root has caught."""
         self.num_forwards = 0
         self.awaits_other_modules = False
 
@@ -196,7 +197,7 @@ class GroupState:
     # --- gradients of one backward ---
 
     def expect_gradients(self, number: int) -> None:
-        """Fix how many gradients come, before the first one of a backward."""
+        """Set how many gradients will come, before the first one of a backward."""
         self.num_expected = number
 
     def count_gradient(self) -> bool:
@@ -206,11 +207,11 @@ class GroupState:
 
     @property
     def has_all_gradients(self) -> bool:
-        """Whether a gradient came for every parameter that wants one."""
+        """Whether a gradient came for every parameter that requires one."""
         return 0 < self.num_expected <= self.num_arrived
 
     def forget_gradients(self) -> None:
-        """A backward is over."""
+        """Clear the counts of gradients at the end of a backward."""
         self.num_expected = self.num_arrived = self.num_watched = 0
         self.is_complete = False
 
@@ -221,7 +222,7 @@ class GroupState:
 
 
 class _States(dict[int, GroupState]):
-    """Records of groups by number, each made when it is first asked for."""
+    """Records of groups by number; the first access makes a record."""
 
     def __missing__(self, group: int) -> GroupState:
         """Make the record of a group."""
@@ -231,23 +232,24 @@ class _States(dict[int, GroupState]):
 
 # --- forwards that wait for a backward ------------------------------------------------------------
 #
-# Ranks prefetch, keep and reduce by what stands here, so it holds only what all ranks see alike:
-# modules called, engine runs that began and ended, shards that changed. Whether a graph still
-# exists is not among it: one rank may have kept an output that the others dropped.
+# Ranks decide by these records what to prefetch, keep and reduce. So the records hold only facts
+# that are the same on all ranks: modules called, engine runs that began and ended, shards that
+# changed. Whether a graph still exists is no such fact: one rank may have kept an output that other
+# ranks dropped.
 
 MAX_PASSES = 1024
-"""Passes that are remembered; without gradients switched off an evaluation adds more and more."""
+"""Passes that are kept; an evaluation that does not switch gradients off adds more and more."""
 
-_numbers = itertools.count(1)  # Of the process: a forward may outlive the root that it ran in.
+_numbers = itertools.count(1)  # One count per process: a forward may outlive its root.
 
 
 class PendingBackwards:
-    """Groups by pass, in the order in which their forwards ended.
+    """The groups that await a backward, by pass, in the order in which their forwards ended.
 
-    A pass is forgotten when a backward that came to it is over, or when parameters have changed
-    since: its backward would be an error. A pass without a backward stays until then. Of a pass
-    whose root's forward still runs, only the forwards that backward came to are forgotten: the
-    root may call ``backward()`` on a loss inside its forward, and return another one.
+    A pass is dropped at the end of a backward that reached it, or when parameters have changed,
+    because its backward would then be an error. A pass without a backward stays until then. If the
+    forward of the pass's root still runs, only the forwards that backward reached are dropped: the
+    root may call ``backward()`` on a loss inside its forward, and return another loss.
 
     A wrong prediction costs at most one extra gather or reduction, identically on all ranks.
 
@@ -264,7 +266,7 @@ class PendingBackwards:
         self._inside: list[tuple[int, int]] = []
 
     def begin_pass(self, *, has_changed: bool) -> None:
-        """Write on a new pass; if parameters have changed, forget those before."""
+        """Begin a new pass; if parameters have changed, drop all earlier passes."""
         if has_changed:
             self._passes.clear()
         elif not self._last:
@@ -276,22 +278,22 @@ class PendingBackwards:
         self._last = self._passes[self.number] = []
 
     def end_pass(self) -> None:
-        """The root's forward has ended."""
+        """Note that the root's forward has ended."""
         self._is_open = False
 
     def add(self, group: int) -> None:
-        """A forward of the group has ended that may have a backward."""
+        """Note that a forward of the group has ended that may have a backward."""
         self._last.append(group)
 
     def reach(self, group: int, in_pass: int | None) -> None:
-        """Backward has come to a forward of the group; None: its pass is not known."""
+        """Note that backward has reached a forward of the group; None: its pass is not known."""
         number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
             self._reached.add(number)
             self._inside.append((number, group))
 
     def remove(self, group: int, in_pass: int | None) -> None:
-        """Backward is done with the group's last forward in a pass, as given to `reach`."""
+        """Remove the group's last forward in a pass, as given to `reach`: its backward is done."""
         number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
             self._forget(number, group)
@@ -299,7 +301,7 @@ class PendingBackwards:
                 self._inside.remove((number, group))
 
     def end_backward(self) -> None:
-        """The engine is done: forget the passes that it came to."""
+        """Drop the passes that backward reached, at the end of the engine's run."""
         for number in self._reached:
             if number != self.number or not self._is_open:
                 self._passes.pop(number, None)
@@ -309,7 +311,7 @@ class PendingBackwards:
         self._inside.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all passes."""
         self._is_open = False
         self._last = []
         self._passes.clear()
@@ -335,8 +337,8 @@ class PendingBackwards:
     def before(self, group: int, in_pass: int | None) -> Iterator[int]:
         """Yield the groups whose forwards ended before the group's last one, nearest first.
 
-        Nothing if it is not on the pass. Earlier passes follow: one backward may go through
-        several.
+        Nothing is yielded if the group is not in the pass. Groups of earlier passes follow, because
+        one backward may go through several passes.
         """
         found = False
         for number in reversed(self._passes):
@@ -351,12 +353,12 @@ class PendingBackwards:
                 return
 
     def _number_of(self, group: int) -> int | None:
-        """Return the last pass that the group is on."""
+        """Return the number of the last pass that has the group."""
         on = (number for number in reversed(self._passes) if group in self._passes[number])
         return next(on, None)
 
     def _forget(self, number: int, group: int) -> None:
-        """Take the last forward of a group from a pass."""
+        """Remove the last forward of a group from a pass."""
         groups = self._passes.get(number, [])
         if group in groups:
             del groups[len(groups) - 1 - groups[::-1].index(group)]
@@ -366,13 +368,13 @@ class PendingBackwards:
 
 
 class ReduceOrder:
-    """Decides when groups are reduced: in one order on all ranks, each once per backward.
+    """The order of reductions: the same on all ranks, each group once per backward.
 
-    Ranks may use different parameters, so which group completes first may differ between them,
-    and one may not complete at all; collectives of one process group must be issued in one order
-    everywhere all the same. So groups are reduced in the reverse of the order in which forward
-    entered them, a complete one waiting for those before it; what has not completed when the
-    engine is done is reduced then, with zeros for what is missing.
+    Ranks may use different parameters. So different groups may complete first on different ranks,
+    and a group may not complete at all. But the collectives of one process group must be issued in
+    the same order on all ranks. So groups are reduced in the reverse of the order in which forward
+    entered them, and a complete group waits for the groups before it. When the engine is done, the
+    groups that are not complete are reduced, with zeros for missing gradients.
     """
 
     def __init__(self) -> None:
@@ -392,25 +394,25 @@ class ReduceOrder:
         return group in self._entered
 
     def enter_forward(self, group: int) -> bool:
-        """A forward that may have a backward enters the group; return whether it is the first."""
+        """Note a forward of a group that may have a backward; return whether it is the first."""
         is_first = group not in self._entered
         self._entered[group] = None
         return is_first
 
     def withdraw(self, group: int) -> None:
-        """The first forward that entered the group has no backward after all."""
+        """Note that the first forward that entered the group has no backward after all."""
         self._entered.pop(group, None)
 
     def begin_backward(self) -> None:
-        """A backward starts: fix the order."""
+        """Fix the order at the start of a backward."""
         self._waiting = list(reversed(self._entered))
         self._complete.clear()
         self._issued.clear()
 
     def complete(self, group: int) -> list[int]:
-        """All gradients of a group have come; return the groups to reduce now.
+        """Note that all gradients of a group have come; return the groups to reduce now.
 
-        One that was reduced already in this backward, or that no forward entered, is reduced at
+        A group that was already reduced in this backward, or that no forward entered, is reduced at
         once.
         """
         if group in self._issued or group not in self._waiting:
@@ -423,7 +425,7 @@ class ReduceOrder:
         return ready
 
     def end_backward(self) -> list[int]:
-        """The engine is done; return the rest, in order."""
+        """Return the groups that are left when the engine is done, in order."""
         rest = self._waiting
         self._waiting = []
         self._ended, self._entered = self._entered, {}
@@ -435,11 +437,11 @@ class ReduceOrder:
         self._ended = {}
 
     def cancel(self) -> None:
-        """No gradient came in this backward (``autograd.grad``): nothing is reduced."""
+        """Cancel reductions: no gradient came in this backward (``autograd.grad``)."""
         self._waiting = []
 
     def reset(self) -> None:
-        """Forget everything after an exception."""
+        """Drop all state after an exception."""
         self.cancel()
         self._entered.clear()
         self._ended.clear()
@@ -447,24 +449,24 @@ class ReduceOrder:
 
 # --- gathers and frees ----------------------------------------------------------------------------
 #
-# `UnshardSchedule` is a state machine: an event in, a list of actions out. The runtime carries
-# the actions out; tests compare the lists.
+# `UnshardSchedule` is a state machine: it takes an event and returns a list of actions. The runtime
+# carries the actions out; tests compare the lists.
 # ARCHITECTURE.md ("When a group has memory") says what each event does, and what spare groups are.
 
 BATCH_NBYTES = 1 << 20
-"""Neighbouring groups that are smaller than this together travel in one collective.
+"""Neighbouring groups whose sizes add up to less than this travel in one collective.
 
-Latency, not bandwidth, is what a small collective costs; below this size it is most of it.
+A small collective costs latency, not bandwidth; below this size latency is most of its time.
 """
 
 _MAX_BATCH = 16
-"""Groups that travel together at the most."""
+"""Largest number of groups that travel together."""
 
 
 class Op(enum.Enum):
-    """What the runtime does to one group's unsharded memory.
+    """Action of the runtime on one group's unsharded memory.
 
-    PREFETCH is a GATHER for later: the runtime may put it off until memory is free, but not past
+    PREFETCH is a GATHER for later: the runtime may delay it until memory is free, but not beyond
     the group's WAIT.
     """
 
@@ -478,19 +480,19 @@ Action = tuple[Op, int]
 
 
 class UnshardSchedule:
-    """Decides which groups have unsharded memory.
+    """State machine that decides which groups have unsharded memory.
 
     Groups are numbers.
 
     Args:
-        nbytes: Unsharded bytes of each group: small ones are prefetched several at a time, up to
-            `BATCH_NBYTES`. Empty: none is small.
-        is_idle: Whether no group needs memory of its own (one rank, no casts): uses are noted, and
-            there is nothing to do.
+        nbytes: Unsharded bytes of each group: several small groups are prefetched at a time, up to
+            `BATCH_NBYTES`. Empty: no group is small.
+        is_idle: Whether no group needs memory of its own (one rank, no casts). Then uses are noted,
+            and there are no actions.
 
     Attributes:
         options: Options that users chose.
-        states: Records of the groups; only the schedule changes what is said of memory.
+        states: Records of the groups; only the schedule changes their memory.
     """
 
     def __init__(self, *, nbytes: Sequence[int] = (), is_idle: bool = False) -> None:
@@ -505,7 +507,7 @@ class UnshardSchedule:
         self._hold = False
 
     def set_sizes(self, nbytes: Sequence[int], *, is_idle: bool) -> None:
-        """Take other sizes, between passes."""
+        """Set new sizes, between passes."""
         self._nbytes = nbytes
         self._is_idle = is_idle
 
@@ -540,11 +542,11 @@ class UnshardSchedule:
     # --- forward ---
 
     def begin_pass(self, *, has_changed: bool = False, root: Hashable = None) -> None:
-        """A root forward starts.
+        """Begin the forward of a root.
 
         Args:
-            has_changed: Whether shards were written to since the last one.
-            root: Key of the root module: what comes next is taken from its last pass.
+            has_changed: Whether shards were written since the last one.
+            root: Key of the root module; its last pass predicts which group comes next.
         """
         self._order.begin_pass(root)
         for state in self.states.values():
@@ -552,7 +554,7 @@ class UnshardSchedule:
         self._pending.begin_pass(has_changed=has_changed)
 
     def enter_forward(self, group: int) -> list[Action]:
-        """A group's forward starts: gather it if need be, then the one expected next."""
+        """Enter a group's forward: gather the group if need be, then the one expected next."""
         state = self.states[group]
         actions = self._use(state)
         state.num_forwards += 1
@@ -573,15 +575,15 @@ class UnshardSchedule:
         is_watched: bool = True,
         is_unfinished: bool = False,
     ) -> list[Action]:
-        """A group's forward ends; its memory is freed unless it is kept or the last one.
+        """Leave a group's forward; its memory is freed unless it is kept or the last one.
 
         Args:
             group: The group.
-            needs_backward: Whether a backward of it will be reported.
-            is_watched: Whether every backward of it is reported. If not, keep the memory for the
+            needs_backward: Whether a backward of this forward will be reported.
+            is_watched: Whether every backward of it is reported. If not, the memory is kept for the
                 others.
-            is_unfinished: Whether other modules of the group have not run in this pass; keep it for
-                them.
+            is_unfinished: Whether other modules of the group have not run in this pass; the memory
+                is kept for them.
         """
         state = self.states[group]
         state.leave_forward()
@@ -592,9 +594,9 @@ class UnshardSchedule:
         return self._trim_spare()
 
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
-        """A root forward ends: what was prefetched in vain goes, without backward all spare."""
+        """End a root's forward: free unused prefetches, and without backward all spare groups."""
         self._order.end_pass()
-        # In `functional_call` outputs may want gradients of given values alone.
+        # In `functional_call` outputs may require gradients of the given values alone.
         needs_backward = needs_backward and self._pending.expects_last
         self._pending.end_pass()
         for state in self.states.values():
@@ -605,14 +607,14 @@ class UnshardSchedule:
         return self._free_all(doomed) + self._trim_spare()
 
     def enter_recompute(self, group: int) -> list[Action]:
-        """A forward runs again inside backward (activation checkpointing)."""
+        """Enter a forward that runs again inside backward (activation checkpointing)."""
         state = self.states[group]
         actions = self._use(state)
         state.in_recompute = True
         return actions
 
     def exit_recompute(self, group: int) -> list[Action]:
-        """The repeated forward ends; its backward follows at once, as a rule."""
+        """Leave the repeated forward; usually its backward follows at once."""
         self.states[group].in_recompute = False
         return self._trim_spare()
 
@@ -620,7 +622,7 @@ class UnshardSchedule:
 
     @property
     def current_pass(self) -> int:
-        """The pass that began last, to be given to `enter_backward` of a forward in it."""
+        """Number of the pass that began last; `enter_backward` takes it for forwards in it."""
         return self._pending.number
 
     def awaits_backward(self, group: int) -> bool:
@@ -633,9 +635,9 @@ class UnshardSchedule:
         return self._pending.groups
 
     def enter_backward(self, group: int, in_pass: int | None = None) -> list[Action]:
-        """The first gradient of a group's outputs came: gather it, then the one before it.
+        """Enter a group's backward at its first gradient: gather it, then the group before it.
 
-        `in_pass` is the pass of its forward; None: not known, the last one that it is on.
+        `in_pass` is the pass of its forward; None: unknown, take the last pass that has the group.
         """
         self._pending.reach(group, in_pass)
         state = self.states[group]
@@ -652,10 +654,10 @@ class UnshardSchedule:
     def exit_backward(
         self, group: int, in_pass: int | None = None, *, is_last: bool = False
     ) -> list[Action]:
-        """The gradients of a group's inputs came for all that is under way.
+        """Leave a group's backward: the gradients of the inputs of all open forwards came.
 
-        With `is_last` no other forward of it has its backward in this run of the engine. Else that
-        is not known: one that may have stays if there is room.
+        With `is_last` no other forward of the group has its backward in this run of the engine.
+        Without it that is unknown: a group that may have one keeps its memory if there is room.
         """
         state = self.states[group]
         state.leave_backward()
@@ -684,7 +686,7 @@ class UnshardSchedule:
         return self._free_all([state])
 
     def end_backward(self) -> list[Action]:
-        """The engine is done: free all that no forward is using."""
+        """End a run of the engine: free all groups that no forward is using."""
         self._pending.end_backward()
         for state in self.states.values():
             state.end_backward()
@@ -701,7 +703,7 @@ class UnshardSchedule:
     # --- by hand ---
 
     def unshard(self, group: int, *, until_reshard: bool = False) -> list[Action]:
-        """The user asks for a group's memory; its next exit, or only `reshard`, gives it back."""
+        """Gather a group for the user; its next exit, or only `reshard`, gives the memory back."""
         state = self.states[group]
         actions = [] if group in self._live else self._gather(state)
         if state.memory is Memory.PREFETCHED:
@@ -711,7 +713,7 @@ class UnshardSchedule:
         return actions
 
     def refresh(self, group: int) -> list[Action]:
-        """A shard changed since the group was gathered: free it if nothing computes with it."""
+        """Free a group whose shard changed since it was gathered, if nothing computes with it."""
         state = self.states[group]
         if group not in self._live or state.num_forwards or state.in_backward:
             return []
@@ -719,13 +721,13 @@ class UnshardSchedule:
         return actions + self._gather(state) if state.is_user_held else actions
 
     def reshard(self, group: int) -> list[Action]:
-        """The user gives a group's memory back."""
+        """Give a group's memory back for the user."""
         state = self.states[group]
         state.release()
         return self._free_all([state]) if group in self._live else []
 
     def reset(self) -> list[Action]:
-        """Forget everything after an exception; all memory goes back."""
+        """Drop all state after an exception, and free all memory."""
         actions = self._free_all(list(self._live.values()))
         self.states.clear()
         self._pending.clear()
@@ -749,10 +751,10 @@ class UnshardSchedule:
         return [(Op.PREFETCH if ahead else Op.GATHER, state.number)]
 
     def _prefetch(self, following: Iterable[int]) -> list[Action]:
-        """Gather the next that follows, if there is room, or a batch of small ones."""
+        """Gather the next group if there is room, or a batch of small groups."""
         is_ahead = any(state.memory is Memory.PREFETCHED for state in self._live.values())
         may_batch = self.batch_nbytes > 0 and not is_ahead
-        # As many as are looked at: this runs for each group, forward and backward.
+        # Take no more candidates than needed: this runs for each group, forward and backward.
         candidates = self._nearest(following, _MAX_BATCH if may_batch else 1)
         batch = self._batch(candidates) if may_batch else []
         chosen = batch or [group for group in candidates[:1] if group not in self._live]
@@ -762,7 +764,7 @@ class UnshardSchedule:
         return actions + self._prefetch_all(chosen if batch or not self._spare() else ())
 
     def _prefetch_all(self, groups: Sequence[int]) -> list[Action]:
-        """Gather these, however much it is."""
+        """Gather these groups, whatever their size."""
         actions = []
         for group in groups:
             if group not in self._live:
@@ -770,7 +772,7 @@ class UnshardSchedule:
         return actions
 
     def _batch(self, candidates: Sequence[int]) -> list[int]:
-        """Return the first candidates that are small enough to travel together; maybe none."""
+        """Return the first candidates that are small enough to travel together, maybe none."""
         batch: list[int] = []
         nbytes = 0
         for group in candidates:
@@ -781,7 +783,7 @@ class UnshardSchedule:
         return batch
 
     def _trim_spare(self, room: int = 0) -> list[Action]:
-        """Free used spare groups, oldest first, until `room` more fit; prefetched ones stay."""
+        """Free used spare groups, oldest first, until `room` more fit; prefetched groups stay."""
         if self._hold:
             return []
         spare = self._spare()
@@ -800,13 +802,13 @@ class UnshardSchedule:
         return actions
 
     def _before(self, group: int, in_pass: int | None) -> Iterable[int]:
-        """Return what backward needs after `group`, nearest first."""
+        """Return the groups that backward needs after `group`, nearest first."""
         before = self._pending.before(group, in_pass)
         unneeded = self.options.no_unshard_in_backward
         return (other for other in before if other not in unneeded) if unneeded else before
 
     def _nearest(self, groups: Iterable[int], longest: int) -> list[int]:
-        """Return the first few different ones."""
+        """Return the first `longest` different groups."""
         few: dict[int, None] = {}
         for group in groups:
             few[group] = None

@@ -1,4 +1,4 @@
-"""What users choose: dtypes and places, collectives of their own, settings of groups, the watch."""
+"""What users choose: dtypes, offloading, their own collectives, settings of groups, the watch."""
 
 from __future__ import annotations
 
@@ -47,24 +47,23 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of one group; the meaning of the names is FSDP2's.
+    """Dtypes of one group; the names mean the same as in FSDP2.
 
     The sharded parameters keep the dtype they were made in (`orig_dtype`), and the optimizer
-    steps in it. ``None`` everywhere means: no cast anywhere.
+    steps in it. If all dtypes are ``None``, nothing is cast.
 
     Args:
         param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
             ``None``: the parameter's own.
-        reduce_dtype: Dtype of gradients on the wire. Numbers of a dtype below fp32 are
-            added in fp32 where shardkit does the sum (gloo). ``None``:
-            `param_dtype`.
+        reduce_dtype: Dtype of gradients on the wire. Where shardkit itself adds them (gloo),
+            numbers of a dtype narrower than fp32 are added in fp32. ``None``: `param_dtype`.
         output_dtype: Dtype that floating-point outputs of the module's forward are cast to.
         cast_forward_inputs: Whether to cast floating-point inputs of the module's forward to
             `param_dtype`.
         buffer_dtype: Dtype that floating-point buffers are cast to once, in `fully_shard`.
 
     Raises:
-        WrapError: A dtype is not one of real floating-point numbers, which only are cast.
+        WrapError: A dtype is not a real floating-point one; shardkit casts to no other.
     """
 
     param_dtype: torch.dtype | None = None
@@ -88,7 +87,7 @@ class MixedPrecisionPolicy:
     def dtypes_for(self, orig_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return (compute dtype, reduce dtype) of a parameter stored in `orig_dtype`.
 
-        Only floating-point parameters are cast: complex ones would lose their other half.
+        Only floating-point parameters are cast: complex ones would lose their imaginary part.
         """
         if not orig_dtype.is_floating_point:
             return orig_dtype, orig_dtype
@@ -99,9 +98,9 @@ class MixedPrecisionPolicy:
 class BackwardPrefetch(enum.Enum):
     """When backward gathers the group that it needs next.
 
-    PRE: Before the gradients of the current group are computed: full overlap, two groups alive.
-    POST: After them: one group less alive, less overlap.
-    NONE: When it is entered.
+    PRE: Before the gradients of the current group are computed. Full overlap; two groups in memory.
+    POST: After they are computed. Less overlap; one group less in memory.
+    NONE: When backward enters the group.
     """
 
     PRE = "pre"
@@ -110,7 +109,7 @@ class BackwardPrefetch(enum.Enum):
 
 
 def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
-    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is."""
+    """Return a policy of FSDP2 as one of shardkit; one of shardkit is returned as it is."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if all(hasattr(policy, name) for name in _MIXED_PRECISION):
@@ -123,9 +122,9 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
 
 
 def as_offload(policy: Any) -> OffloadPolicy:
-    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is; a class as its defaults."""
+    """Return a policy of shardkit for one of FSDP2 or shardkit; a class means its defaults."""
     if isinstance(policy, type) and policy.__name__ in ("OffloadPolicy", "CPUOffloadPolicy"):
-        policy = policy()  # The class means its defaults.
+        policy = policy()  # A class means its defaults.
     if isinstance(policy, OffloadPolicy):
         return policy
     kinds = {each.__name__ for each in type(policy).__mro__}
@@ -144,14 +143,14 @@ def as_offload(policy: Any) -> OffloadPolicy:
 
 
 class Comm(Protocol):
-    """Where a user's own collective has its buffers: as FSDP2's ``Comm``."""
+    """Base of a user's own collectives: it allocates their buffers, like FSDP2's ``Comm``."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for a buffer that is sent or received."""
 
 
 class AllGather(Comm, Protocol):
-    """A user's own all-gather: as FSDP2's ``AllGather``."""
+    """A user's own all-gather, like FSDP2's ``AllGather``."""
 
     def __call__(
         self,
@@ -160,11 +159,11 @@ class AllGather(Comm, Protocol):
         group: Any,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
     ) -> Any:
-        """Gather 1-D `input_tensor` of all ranks of a process group; return the work, or None."""
+        """Gather the 1-D `input_tensor` of all ranks of a group; return the work, or None."""
 
 
 class ReduceScatter(Comm, Protocol):
-    """A user's own reduce-scatter: as FSDP2's ``ReduceScatter``."""
+    """A user's own reduce-scatter, like FSDP2's ``ReduceScatter``."""
 
     def __call__(
         self,
@@ -174,7 +173,7 @@ class ReduceScatter(Comm, Protocol):
         op: Any,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
     ) -> Any:
-        """Sum `input_tensor` over a process group, scatter it; return the work, or None."""
+        """Sum `input_tensor` over a process group and scatter it; return the work, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +183,9 @@ class GradientPiece:
     Attributes:
         name: Name of the parameter.
         shape: Shape of the whole parameter; with tensor parallelism, of this rank's part of it.
-        start: First element of the flattened parameter that is here.
-        stop: End of the elements; equal to `start` where nothing is here.
-        offset: Position of the first element in the range.
+        start: First element of the flattened parameter in this range.
+        stop: End of these elements; equal to `start` if the range has none.
+        offset: Position in the range of the first element.
     """
 
     name: str
@@ -212,25 +211,25 @@ class SumAxis(Protocol):
 
 
 class AllReduce(Protocol):
-    """A user's own all-reduce over the replicate axis: for gradients that travel compressed.
+    """A user's own all-reduce over the replicate axis, for gradients that travel compressed.
 
-    It is called outside of autocast. It may have a method ``settle_unused(pieces, unused)``, which
-    is called when a synced backward is over, once for each bucket that was summed in it. ``pieces``
-    are as in the call. ``unused`` are the names, equal on all ranks, of parameters that no rank
-    used in the backward: their sums became no gradient. A function around a `PowerSGD` does not
-    pass that on: then errors of such parameters are lost.
+    It is called outside of autocast. It may have a method ``settle_unused(pieces, unused)``. That
+    method is called at the end of a synced backward, once for each bucket that was summed in it.
+    ``pieces`` are as in the call. ``unused`` are the names, equal on all ranks, of parameters that
+    no rank used in the backward: their sums became no gradient. A function around a `PowerSGD` does
+    not pass that call on: then the errors of such parameters are lost.
     """
 
     def __call__(
         self, tensor: Tensor, pieces: Sequence[GradientPiece], axis: SumAxis, unit: float
     ) -> object:
-        """Replace `tensor` by its sum over the axis, equal bits on all of its ranks.
+        """Replace `tensor` by its sum over the axis, with equal bits on all ranks of the axis.
 
         Args:
             tensor: Gradients of this rank's range of a bucket, 1-D, summed over the shard axis.
-            pieces: Pieces that lie in it, and where; between pieces there may be padding, which is
-                zero.
-            axis: Ranks to sum over. Their ranges are of the same parameters.
+            pieces: Pieces in the range, and where they lie; between pieces there may be padding,
+                which is zero.
+            axis: Ranks to sum over. Their ranges hold the same parameters.
             unit: Factor that turns the sum into the gradient.
         """
 
@@ -243,13 +242,13 @@ class CommSettings:
     """How a group communicates."""
 
     divide_factor: float | None = None  # Divisor of gradient sums; None: the number of ranks.
-    # Part of the division that comes before the sum; "auto": about the root of the number of ranks;
-    # None: as the backend does it.
+    # Part of the division that comes before the sum; "auto": about the square root of the number of
+    # ranks; None: the backend decides.
     predivide_factor: float | Literal["auto"] | None = None
     force_sum: bool = False  # Whether the engine may only sum, and not average.
     # Function called with every reduced and divided gradient buffer, which it may change.
     all_reduce_hook: Callable[[Tensor], object] | None = None
-    # Stream where an accelerator runs the hook; None: after the reduction.
+    # Stream where an accelerator runs the hook; None: the stream of the reduction, after it.
     all_reduce_hook_stream: Any = None
     all_gather: AllGather | None = None  # Replacement of the all-gather.
     reduce_scatter: ReduceScatter | None = None  # Replacement of the reduce-scatter.
@@ -260,21 +259,21 @@ class CommSettings:
 class GroupSettings:
     """What users choose for one group."""
 
-    # Choice of True, False, None for True unless the group is the root's, or the number of
-    # neighbouring ranks over which the parameters stay sharded until backward.
+    # True, False, None (False for the root, True for other groups), or the number of neighbouring
+    # ranks over which the parameters stay sharded until backward.
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True  # Whether to give the memory back after backward.
     sync: bool = True  # Whether to average gradients over the ranks (`set_requires_gradient_sync`).
-    # Whether to average also over the replicate axis (`set_requires_all_reduce`).
+    # Whether to average over the replicate axis, too (`set_requires_all_reduce`).
     all_reduce: bool = True
     is_last_backward: bool = True  # Whether to wait for all reductions at the end of backward.
-    # Whether to take part in the reduction also where no parameter was used.
+    # Whether to take part in the reduction even if no parameter was used.
     reduce_unused: bool = True
     unshard_in_backward: bool = True  # Whether backward needs the parameters.
     # Whether to take buffers from the allocator of the communication engine.
     comm_memory: bool = False
-    separate_reduce: bool = False  # Whether to reduce on a process group of its own.
-    # Number of reductions under way at once, where waiting frees their memory.
+    separate_reduce: bool = False  # Whether to reduce on a separate process group.
+    # Number of reductions in flight at once, on devices where a wait frees their memory.
     max_send_buffers: int = 1
     # Groups (`ParamGroup`) to gather when forward enters; None: what came next last time.
     next_in_forward: Sequence[Any] | None = None
@@ -284,8 +283,8 @@ class GroupSettings:
     def copy(self) -> GroupSettings:
         """Return independent settings for a copy of the group.
 
-        It prefetches no group of ours, and its gradients do not go through our all-reduce, which
-        may have state of this group.
+        The copy prefetches none of our groups. Its gradients do not go through our all-reduce,
+        which may have state of this group.
         """
         comm = replace(self.comm, all_reduce=None)
         return replace(self, next_in_forward=None, next_in_backward=None, comm=comm)
@@ -308,13 +307,13 @@ class RootSettings:
     sync_on_finalization: bool = False
     dummy_gathers: bool = False  # Whether gathers move nothing between ranks (`set_debug`).
     dummy_reductions: bool = False  # Whether reductions move nothing between ranks.
-    # Text before the memory that is printed at each gather, free and reduction; None: print
+    # Text in front of the memory figures printed at each gather, free and reduction; None: print
     # nothing.
     memory_message: str | None = None
 
 
 def as_number(value: Any) -> float:
-    """Return what a user gave as a number; NaN if it is none, which no comparison accepts."""
+    """Return a user's value as a number; NaN if it is none, so that every comparison fails."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -337,11 +336,11 @@ class WatchSettings:
     check_gradients: bool = False
 
     def update(self, changes: dict[str, Any], names: dict[str, str]) -> None:
-        """Take over settings; none if one of them is refused.
+        """Take over settings, or none of them if one is invalid.
 
         Args:
-            changes: Values by field. Texts are read as the environment writes them.
-            names: Names that the user gives to fields, for errors.
+            changes: Values by field. Texts are read as in environment variables.
+            names: Names that users know the fields by, for errors.
         """
         found = {
             field.name: _value(names.get(field.name, field.name), changes[field.name], field.type)
@@ -353,7 +352,7 @@ class WatchSettings:
 
     @classmethod
     def of_environment(cls) -> WatchSettings:
-        """Return what the environment says: ``SHARDKIT_ASK_AFTER_S``, and so on."""
+        """Return the settings of the environment: ``SHARDKIT_ASK_AFTER_S``, and so on."""
         names = {field.name: f"SHARDKIT_{field.name.upper()}" for field in dataclasses.fields(cls)}
         settings = cls()
         given = {field: os.environ[name] for field, name in names.items() if name in os.environ}
@@ -362,7 +361,7 @@ class WatchSettings:
 
 
 def _value(name: str, value: Any, kind: Any) -> bool | float:
-    """Return a setting, also from its text."""
+    """Return the value of a setting, given as a value or as text."""
     try:
         parsed: bool | float = (flag if kind == "bool" else seconds)(value)
     except NotOfKindError as error:
@@ -380,7 +379,7 @@ def shares_memory() -> bool:
     """Whether CPU ranks of one host may share memory, as the environment says.
 
     Raises:
-        StateError: It says neither yes nor no.
+        StateError: The variable says neither yes nor no.
     """
     return bool(_value(_SHARED_MEMORY, os.environ.get(_SHARED_MEMORY, "1"), "bool"))
 
@@ -397,28 +396,28 @@ def set_watch(  # noqa: PLR0913 - a setting each
 ) -> None:
     """Choose how the ranks watch each other; the same on every rank.
 
-    A rank that has waited long asks the others where they are, and one of them logs who is awaited.
-    A run ends in a `RankMismatchError` only where it is proved that it cannot go on. Each setting
-    has a variable of the environment: ``SHARDKIT_ASK_AFTER_S`` for `ask_after_s`, and so on.
+    A rank that has waited long asks the other ranks where they are, and one of them logs which rank
+    they wait for. A run ends in a `RankMismatchError` only if it provably cannot go on. Each
+    setting has an environment variable: ``SHARDKIT_ASK_AFTER_S`` for `ask_after_s`, and so on.
 
     Args:
-        ask_after_s: Seconds of a wait after which a rank asks. 10 by default. Longer is better with
-            many ranks, for all of them answer.
-        ask_unexpected_after_s: Seconds of a wait after which a rank asks if the steps before did
-            not foretell the collective, or if it met an exception. 2 by default.
+        ask_after_s: Seconds of a wait after which a rank asks. 10 by default. Choose more with many
+            ranks, because all of them answer.
+        ask_unexpected_after_s: Seconds of a wait after which a rank asks if earlier steps did not
+            predict the collective, or if the rank got an exception. 2 by default.
         answer_s: Seconds that a rank which asks waits for answers. 4 by default.
-        silent_after_s: Seconds of one wait in which a rank has not answered, after which it counts
-            as lost if nobody of its host answers either. 60 by default; ``math.inf``: never.
-        timeout_s: Seconds after which torch itself ends a collective, of process groups that
+        silent_after_s: Seconds of one wait after which a rank that has not answered counts as lost,
+            if no rank of its host answers either. 60 by default; ``math.inf``: never.
+        timeout_s: Seconds after which torch itself ends a collective, for process groups that
             shardkit makes from now on. 1800 by default.
-        compare_values: Whether samples of the values that parameters had when they were sharded,
-            and of what is loaded or filled later, are compared. True by default.
+        compare_values: Whether ranks compare samples of parameters: of their values when they were
+            sharded, and of values that are loaded or filled later. True by default.
         check_gradients: Whether each backward notes which of this rank's own gradients are not
-            finite, for `FSDPModule.check_gradients`. Reads each gradient once more. False by
+            finite, for `FSDPModule.check_gradients`. It reads each gradient once more. False by
             default.
 
     Raises:
-        StateError: A value that cannot be meant. No setting has changed then.
+        StateError: A value is invalid. Then no setting has changed.
     """
     given = dict(locals())
     watch_settings.update({name: v for name, v in given.items() if v is not None}, {})

@@ -26,9 +26,9 @@ _PIPE_WIDTH = 240
 
 
 def console_of_tables() -> Console:
-    """Return where a command prints tables. Needs the extra ``cli``.
+    """Return the console on which a command prints tables. It needs the extra ``cli``.
 
-    Lines for other programs are not folded at the width of no terminal.
+    Lines for other programs are not folded, since there is no terminal width.
     """
     from rich.console import Console
 
@@ -36,20 +36,20 @@ def console_of_tables() -> Console:
 
 
 def listed(items: Iterable[object], show: Callable[[Any], str] = repr) -> str:
-    """Return what an error names, in a sentence: of many the first ones, and how many more."""
+    """Return names for a sentence of an error: the first ones, and how many more there are."""
     known = [*items]
     more = len(known) - _MAX_NAMED
     return ", ".join(map(show, known[:_MAX_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def listed_lines(lines: Sequence[str], more: str = "and {} more") -> list[str]:
-    """Return the lines of an error: of many the first ones, and one of how many more there are."""
+    """Return the first lines for an error, and a line that says how many more there are."""
     left = len(lines) - _MAX_NAMED
     return [*lines[:_MAX_NAMED], *([more.format(left)] if left > 0 else [])]
 
 
 def nearest(wanted: str, names: Iterable[str]) -> str:
-    """Return a sentence that names what is spelled most alike."""
+    """Return a sentence with the names whose spelling is most similar to `wanted`."""
     known = list(dict.fromkeys(names))
     lowered = {name.lower(): name for name in known}
     close = difflib.get_close_matches(wanted.lower(), list(lowered), n=_NUM_NEAREST, cutoff=0.4)
@@ -58,7 +58,7 @@ def nearest(wanted: str, names: Iterable[str]) -> str:
 
 
 def shown_nbytes(nbytes: int) -> str:
-    """Return bytes in the unit that suits them."""
+    """Return a number of bytes as text, in a suitable unit."""
     value, unit = float(nbytes), 0
     while value >= _KIB and unit < len(_UNITS) - 1:
         value, unit = value / _KIB, unit + 1
@@ -68,7 +68,7 @@ def shown_nbytes(nbytes: int) -> str:
 # --- from people ----------------------------------------------------------------------------------
 
 Kind = Callable[[Any], Any]
-"""Reads a value, and returns what is meant, or raises `NotOfKindError`."""
+"""Function that reads a value and returns its meaning, or raises `NotOfKindError`."""
 
 _SIZE = re.compile(r"\s*([\d.e+_-]+)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 _TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
@@ -78,7 +78,7 @@ class NotOfKindError(Exception):
     """A value is not what a field takes.
 
     Args:
-        expected: The values that are allowed; goes on from the field's name: ``"must ..."``.
+        expected: The values that are allowed, as text after the field's name: ``"must ..."``.
         hint: A sentence that follows.
     """
 
@@ -88,16 +88,16 @@ class NotOfKindError(Exception):
         self.hint = hint
 
     def sentence(self, name: str, value: object) -> str:
-        """Return what is said of a field that got a value."""
+        """Return the sentence of an error about a field and its value."""
         try:
             got = reprlib.repr(value)
-        except ValueError:  # Of an integer of more digits than Python prints.
+        except ValueError:  # The integer has more digits than Python prints.
             got = f"a {type(value).__name__} that is too long to print"
         return f"{name} {self.expected}, got {got}. {self.hint}".rstrip()
 
 
 def is_of_kind(kind: Kind, value: object) -> bool:
-    """Whether a kind of field takes a value."""
+    """Whether a field of this kind takes a value."""
     try:
         kind(value)
     except NotOfKindError:
@@ -106,7 +106,7 @@ def is_of_kind(kind: Kind, value: object) -> bool:
 
 
 def flag(value: Any) -> bool:
-    """Read yes or no; also as words, as commands pass it."""
+    """Read yes or no, also as the words that commands pass."""
     word = str(value).strip().lower()
     if word not in {*_TRUE, *_FALSE}:
         raise NotOfKindError(expected="must be true or false (or yes, on, 1; no, off, 0)")
@@ -116,12 +116,12 @@ def flag(value: Any) -> bool:
 def number(
     least: int = 0, most: int | None = None, *, also: tuple[int, ...] = ()
 ) -> Callable[[Any], int]:
-    """Return the kind of integers; also as words such as ``1e8``, which YAML takes for text.
+    """Return a kind for integers, also written as ``1e8``, which YAML reads as text.
 
     Args:
-        least: The smallest one.
-        most: The largest one; None: there is none.
-        also: Other ones that are allowed.
+        least: The smallest integer.
+        most: The largest integer; None: there is none.
+        also: Other integers that are allowed.
     """
     allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
     expected = f"must be an integer {allowed}" + "".join(f", or {n}" for n in also)
@@ -145,7 +145,7 @@ def seconds(value: Any) -> float:
 
 
 def _float(value: Any) -> float:
-    """Return a number; not a number if it is none."""
+    """Return a value as a number, or NaN if it is none."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -155,7 +155,7 @@ def _float(value: Any) -> float:
 def byte_size(value: Any) -> int:
     """Read a number of bytes above 0, such as ``80GiB``, ``5GB``, ``1.5 MiB``, ``1e9`` or ``7``."""
     size = 0
-    with contextlib.suppress(ValueError, OverflowError):  # No number, or too large a one.
+    with contextlib.suppress(ValueError, OverflowError):  # Not a number, or too large.
         if found := _SIZE.fullmatch(str(value)):
             power = " KMGT".index((found[2] or " ").upper())
             size = int(float(found[1]) * (_KIB if found[3] else 1000) ** power)

@@ -1,6 +1,6 @@
-"""Tensors inside whatever a forward takes and returns.
+"""Tensors inside the arguments and results of a forward.
 
-Wider than pytree: any mapping (Hugging Face outputs are dict subclasses), dataclasses,
+This covers more than pytree: any mapping (Hugging Face outputs are dict subclasses), dataclasses,
 namedtuples (`PackedSequence` is one) and, for finding only, plain objects.
 """
 
@@ -25,11 +25,11 @@ _OPAQUE = (
     types.ModuleType,
 )
 _MAX_OBJECT_DEPTH = 3
-"""Plain objects are searched this deep: an output may hold the model itself."""
+"""Depth to which plain objects are searched, since an output may hold the model itself."""
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return `tree` with `fn` applied to its tensors; the same object where nothing changed."""
+    """Return `tree` with `fn` applied to its tensors; unchanged parts are the same objects."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, (list, tuple)):
@@ -72,7 +72,7 @@ def _changed(fn: Callable[[Tensor], Tensor], tree: Mapping[Any, Any]) -> dict[An
 
 
 def iter_tensors(tree: Any, *, depth: int = _MAX_OBJECT_DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in `tree`, those in plain objects' attributes included."""
+    """Yield the tensors in `tree`, including those in attributes of plain objects."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, _LEAVES):

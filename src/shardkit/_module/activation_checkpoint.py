@@ -40,7 +40,7 @@ Operators: TypeAlias = (
 _MATMULS = frozenset(
     {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::convolution"}
 )
-"""Products with weights. Not `bmm`: scores of attention are its outputs, which fill memory."""
+"""Products with weights. Not `bmm`: its outputs are attention scores, which fill memory."""
 
 _ATTENTION = frozenset(
     {
@@ -56,13 +56,14 @@ _ATTENTION = frozenset(
 
 @dataclass(frozen=True)
 class SavedOperators:
-    """Which outputs are kept. Operators stand here by names, because they cannot be pickled.
+    """Which outputs are kept. Operators are given by name, because they cannot be pickled.
 
     Attributes:
-        names: ``namespace::operator``, all overloads; those of higher-order operators are bare.
+        names: Names ``namespace::operator``, for all overloads; higher-order operators have bare
+            names.
         counted: Operators of which only every `every`-th call is kept, the first one included.
         every: Distance between kept calls of `counted` operators.
-        decide: A user's function in their place, see `create_selective_checkpoint_contexts`.
+        decide: A user's function that decides instead; see `create_selective_checkpoint_contexts`.
     """
 
     names: frozenset[str] = frozenset()
@@ -72,7 +73,7 @@ class SavedOperators:
 
     @classmethod
     def of(cls, operators: Operators) -> SavedOperators | None:
-        """Return what a user's choice means; None: nothing is kept."""
+        """Return the operators that a user's choice means; None: nothing is kept."""
         if operators is None or isinstance(operators, cls):
             return operators
         if operators == "matmuls":
@@ -101,14 +102,14 @@ class SavedOperators:
         return cls(frozenset(map(torch_tensors.operator_name, operators)))
 
     def contexts(self) -> tuple[Any, Any]:
-        """Return contexts of one forward and of its repetition."""
+        """Return the contexts of one forward and of its repetition."""
         calls = itertools.count()
         name_of = functools.cache(torch_tensors.operator_name)
 
         def decide(
             _: SelectiveCheckpointContext, operator: Any, *__: Any, **___: Any
         ) -> CheckpointPolicy:
-            """Say whether the output of this call is kept; torch <= 2.9 asks when repeated, too."""
+            """Decide whether to keep the output of this call; torch <= 2.9 asks again on repeat."""
             name = name_of(operator)
             keep = name in self.names
             if name in self.counted:
@@ -127,7 +128,7 @@ class SavedOperators:
 
 
 class _EachTime:
-    """A context that is made each time that it is entered: a backward may come more than once."""
+    """A context that is made anew at each entry, since a backward may run more than once."""
 
     def __init__(self, make: Callable[[Any], Any], inner: Any) -> None:
         self._make = functools.partial(make, inner)
@@ -144,9 +145,9 @@ class _EachTime:
 
 
 class CheckpointedForward:
-    """Stands in for a module's forward.
+    """Stand-in for a module's forward.
 
-    An object rather than a closure, so that deep copies and pickles of the module get their own.
+    It is an object and not a closure, so that deep copies and pickles of the module get their own.
     """
 
     def __init__(self, module: nn.Module, saved: SavedOperators | None) -> None:
@@ -157,7 +158,7 @@ class CheckpointedForward:
         return type(self._module).forward(self._module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward; keep its inputs only, and run it again when backward comes."""
+        """Run forward and keep only its inputs; backward runs it again."""
         passes = open_passes()
         if passes is None:
             has_buffers = next(self._module.buffers(), None) is not None
@@ -165,7 +166,7 @@ class CheckpointedForward:
             options: dict[str, Any] = {}
             if self._saved is not None:
                 options["context_fn"] = self._saved.contexts
-            # `checkpoint` has keywords of its own, which the module's may be called like.
+            # Keywords of the module may have the same names as those of `checkpoint`.
             bound = functools.partial(forward, **kwargs)
             return checkpoint(bound, *args, use_reentrant=False, **options)
         torch_devices.register_device_module("xla")
@@ -174,7 +175,7 @@ class CheckpointedForward:
             functools.partial(repeat.run, **kwargs),
             *args,
             use_reentrant=False,
-            preserve_rng_state=False,  # Of torch's generators; ours repeats by itself.
+            preserve_rng_state=False,  # It is for torch's generators; ours repeats by itself.
             context_fn=repeat.contexts,
         )
 
@@ -200,15 +201,15 @@ class _Repeat:
         self._written = {id(b) for child, _, b in buffers if was_written(child, b, versions[id(b)])}
         return result
 
-    # Those of selective checkpointing: the first run has no such copy.
+    # Selective checkpointing must not see this copy, because the first run has none.
     @torch_tensors.without_dispatch_modes
     def _again(self, buffer: Tensor) -> Tensor:
-        """Return what the repetition has as a buffer, and may write to."""
+        """Return the tensor that the repetition uses as a buffer and may write to."""
         return buffer.clone() if id(buffer) in self._written else buffer
 
 
 class _TracedRepeat:
-    """The same on a backend that traces."""
+    """One forward and its repetition on a backend that traces."""
 
     def __init__(
         self,
@@ -234,7 +235,7 @@ class _TracedRepeat:
     @contextlib.contextmanager
     def _again(self, context: Any) -> Iterator[None]:
         self._is_again = True
-        # Outside of the root's forward modules hold whole buffers.
+        # Outside the root's forward modules hold whole buffers.
         buffers = [*buffers_of(self._module)]
         with self._drawing.again(), _replaced(buffers, self._enter), context:
             yield
@@ -248,12 +249,12 @@ class _TracedRepeat:
             args, kwargs = map_tensors(self._later, args), map_tensors(self._later, kwargs)
         return self._forward(*args, **kwargs)
 
-    # Those of selective checkpointing: the first run has no barrier.
+    # Selective checkpointing must not see this barrier, because the first run has none.
     @torch_tensors.without_dispatch_modes
     def _later(self, tensor: Tensor) -> Tensor:
-        """Return an input that is there when backward is: or the compiler would run forward once.
+        """Tie an input to backward; otherwise the compiler would merge the two forwards.
 
-        The graph of a repetition is only asked for what it saved.
+        Of the repetition's graph only the tensors that it saved are used.
         """
         [later] = self._region.after_progress([tensor.detach()])
         return later.requires_grad_(tensor.requires_grad)
@@ -263,7 +264,7 @@ class _TracedRepeat:
 def _replaced(
     buffers: Sequence[tuple[nn.Module, str, Tensor]], make: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Let modules hold what `make` makes of their buffers."""
+    """Let modules hold the tensors that `make` returns for their buffers."""
     made = {id(buffer): make(buffer) for _, _, buffer in buffers}
     for child, name, buffer in buffers:
         child._buffers[name] = made[id(buffer)]  # noqa: SLF001 - past the checks of `setattr`
@@ -275,16 +276,17 @@ def _replaced(
 
 
 def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.Module:
-    """Have a module keep only its inputs between forward and backward, which runs forward again.
+    """Let a module keep only its inputs between forward and backward, which runs forward again.
 
-    Less memory for one more forward. Random numbers are repeated, autocast too; buffers, such as
-    running statistics, are written once. Works on every backend, before or after `fully_shard`,
-    which gathers the module's parameters once for the repetition and the backward:
+    This saves memory and costs one more forward. The repetition has the same random numbers and the
+    same autocast. Buffers, such as running statistics, are written once. It works on every backend,
+    before or after `fully_shard`, which gathers the module's parameters once for the repetition and
+    the backward:
 
         for block in model.blocks:
             fully_shard(checkpoint_module(block), mesh=mesh)
 
-    `checkpoint_activations` does so for many modules of a model.
+    `checkpoint_activations` does this for many modules of a model.
 
     Args:
         module: A module whose forward is a method of its class.
@@ -294,11 +296,11 @@ def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.M
         `module`.
 
     Raises:
-        StateError: It is checkpointed already, has no forward, or one of its own beside its
-            class's; or `operators` are none.
+        StateError: The module is checkpointed already, has no forward, or has a forward of its own
+            beside that of its class. Or `operators` has something that is no operator.
 
-    Cost: none in collectives, unless sharded modules are inside the module: then backward gathers
-    each of these for the repetition too.
+    Cost: no collectives, unless sharded modules are inside the module: then backward gathers each
+    of these for the repetition, too.
     """
     saved = SavedOperators.of(operators)
     complaint = complaint_of(module)
@@ -314,7 +316,7 @@ def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.M
 
 
 def complaint_of(module: nn.Module) -> str | None:
-    """Return why a module cannot be checkpointed, if so."""
+    """Return why a module cannot be checkpointed; None: it can."""
     replaced = module.__dict__.get("forward")
     if isinstance(replaced, CheckpointedForward):
         return "is checkpointed already."

@@ -1,4 +1,4 @@
-"""Whole steps as graphs: run a few times, captured once, replayed from then on."""
+"""Whole steps as graphs: a step runs a few times, is captured once, and then replayed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LEAST_WARM_UP = 2
 
 
 class _Shape(NamedTuple):
-    """What all inputs of a place have alike."""
+    """What all inputs at one position have in common."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -56,7 +56,7 @@ _ANEW = "Put it back, or capture the step anew: shardkit.capture(step, model)."
 
 
 def _differs(step: str, of: str, then: object, now: object, remedy: str = _ANEW) -> StateError:
-    """Return an error: a graph holds `then` of something, and a step would find `now`."""
+    """Return an error: the graph was captured with `then`, and a step would find `now`."""
     return StateError(
         f"{step} was captured where {of} was {then}, and now it is {now}: a replay would not do "
         f"what the step does. {remedy}"
@@ -64,7 +64,7 @@ def _differs(step: str, of: str, then: object, now: object, remedy: str = _ANEW)
 
 
 class _Modes(NamedTuple):
-    """What torch does beside operators."""
+    """Modes of torch that change what operators do."""
 
     grad: bool
     inference: bool
@@ -110,7 +110,7 @@ class _Inputs:
         self._skeleton = map_tensors(_shape_of, given)
 
     def fill(self, given: tuple[Any, ...]) -> None:
-        """Copy other values to the same places; raise if they, or what is no tensor, differ."""
+        """Copy new values to the same places; raise if shapes or other arguments differ."""
         skeleton = map_tensors(_shape_of, given)
         tensors = _tensors_in(given)
         if not _equal(skeleton, self._skeleton):
@@ -128,7 +128,7 @@ class _Inputs:
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors that `map_tensors` exchanges."""
+    """Return the tensors that `map_tensors` replaces."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two trees are equal; what cannot be compared is not, unless it is the same."""
+    """Whether two trees are equal; objects that cannot be compared are equal only to themselves."""
     try:
         return bool(a == b)
     except (RuntimeError, TypeError, ValueError):
@@ -162,7 +162,7 @@ class _Facts:
         self._values = [*map(self._get, self._owners)]
 
     def check(self, step: str) -> None:
-        """Raise if an attribute is another one now."""
+        """Raise if an attribute has changed."""
         if [*map(self._get, self._owners)] == self._values:
             return
         for of, owner, values in zip(self._of, self._owners, self._values, strict=True):
@@ -178,7 +178,7 @@ def _shown(value: Any) -> str:
 
 
 def _facts_of(settings: Sequence[tuple[str, Any]]) -> _Facts:
-    """Return what users chose, in dataclasses of one class."""
+    """Return the facts of users' settings, which are dataclasses of one class."""
     return _Facts(settings, *(field.name for field in fields(settings[0][1])))
 
 
@@ -187,7 +187,7 @@ _gradient_of: Callable[[Any], Any] = operator.attrgetter("param.grad")
 
 
 class _Frozen:
-    """What a captured step has read on the host."""
+    """Values that a captured step has read on the host."""
 
     def __init__(self, step: str, roots: Sequence[ModuleState]) -> None:
         self._step = step
@@ -211,7 +211,7 @@ class _Frozen:
         self._modes = _Modes.now(self._device_type)
 
     def check(self) -> None:
-        """Raise if a step would do something else now."""
+        """Raise if a step would now differ from the captured one."""
         for facts in self._facts:
             facts.check(self._step)
         if not all(map(operator.is_, map(_piece_of, self._entries), self._pieces)):
@@ -231,7 +231,7 @@ class _Frozen:
 
 
 class _Updates:
-    """Optimizers that take a step in the graph, and numbers that it holds of them."""
+    """Optimizers that take a step in the graph, and the settings that the graph holds of them."""
 
     def __init__(self, step: str) -> None:
         self._step = step
@@ -239,13 +239,13 @@ class _Updates:
         self._loaded: set[Optimizer] = set()
 
     def note(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note a step that is captured: a hook of all optimizers meanwhile."""
+        """Note an optimizer's step in the capture; meanwhile this is a hook of all optimizers."""
         if optimizer not in self._of:
             self._of[optimizer] = (_state_of(optimizer), _numbers_of(optimizer))
             optimizer.register_load_state_dict_post_hook(self._loaded.add)
 
     def check(self) -> None:
-        """Raise if a step of an optimizer would do something else now."""
+        """Raise if a step of an optimizer would now differ from the captured one."""
         for optimizer, (state, groups) in self._of.items():
             name = type(optimizer).__name__
             if optimizer in self._loaded or _state_of(optimizer) is not state:
@@ -259,7 +259,7 @@ class _Updates:
             for then, now in zip(groups, _numbers_of(optimizer), strict=True):
                 for key, value in now.items():
                     was = then.get(key)
-                    # A graph reads a tensor again.
+                    # A replay reads tensors again, so their values may change.
                     if was is value or (not isinstance(value, Tensor) and _equal(was, value)):
                         continue
                     remedy = (
@@ -271,12 +271,12 @@ class _Updates:
 
 
 def _state_of(optimizer: Optimizer) -> Any:
-    """Return where an optimizer keeps its state; None: it makes it when it is asked."""
+    """Return the dict where an optimizer keeps its state; None: it makes one at each request."""
     return vars(optimizer).get("state")
 
 
 def _numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return settings as they are now, also where somebody changes a list in place."""
+    """Return the current settings; copies, since code may change a list in place."""
     return [
         {
             key: copy.copy(value) if isinstance(value, (list, dict, set)) else value
@@ -288,7 +288,7 @@ def _numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class _Gradients:
-    """Gradients of all parameters before and after a step."""
+    """The gradients of all parameters before and after a step."""
 
     def __init__(self, step: str, groups: Iterable[ParamGroup]) -> None:
         self._step = step
@@ -297,22 +297,22 @@ class _Gradients:
         self.note_left()
 
     def note_dropped(self) -> None:
-        """Note whether a step begins without the gradients that are there: it empties them."""
+        """Note whether a step empties the gradients that are there when it begins."""
         pairs = zip(self._entries, self._left, strict=True)
         before = [(entry.param.grad, grad) for entry, grad in pairs if grad is not None]
         self._are_dropped = bool(before) and all(now is not grad for now, grad in before)
 
     def empty(self) -> None:
-        """Take all gradients away, before a step that empties them itself or adds to none."""
+        """Remove all gradients, before a step that empties them itself or adds to none."""
         for entry in self._entries:
             entry.param.grad = None
 
     def note_left(self) -> None:
-        """Note what a step has left, for a graph at fixed addresses."""
+        """Note the gradients that a step has left; in a graph they are at fixed addresses."""
         self._left = self._found = [*map(_gradient_of, self._entries)]
 
     def check(self) -> None:
-        """Raise if a step would add to gradients that the graph does not know."""
+        """Raise if a step would add to gradients that were not there at the capture."""
         self._found = [*map(_gradient_of, self._entries)]
         for entry, found, grad in zip(self._entries, self._found, self._left, strict=True):
             if found is None or (found is grad and self._are_dropped):
@@ -324,7 +324,7 @@ class _Gradients:
             raise StateError(msg)
 
     def show(self) -> None:
-        """Set what a replay has computed, where it was not there when it was checked."""
+        """Set the gradients that a replay has computed, where `check` found others or none."""
         for entry, found, grad in zip(self._entries, self._found, self._left, strict=True):
             if found is not grad:
                 entry.param.grad = grad
@@ -343,7 +343,7 @@ def _cannot(step: str, what: str, why: str, remedy: str) -> StateError:
 
 
 def _refuse(step: str, groups: Iterable[ParamGroup]) -> None:
-    """Raise if groups do in each step what a graph cannot."""
+    """Raise if a step of these groups does something that a graph cannot."""
     for group in groups:
         for bucket in group.buckets:
             if bucket.plan.is_offloaded:
@@ -363,7 +363,7 @@ def _refuse(step: str, groups: Iterable[ParamGroup]) -> None:
 
 
 class CapturedStep(Generic[P, R]):
-    """What `capture` returns: call it as the step.
+    """A captured step, as `capture` returns it; call it like the step.
 
     Attributes:
         num_calls: Number of calls so far.
@@ -402,18 +402,18 @@ class CapturedStep(Generic[P, R]):
 
         Args:
             *args: Arguments of the step. Tensors have the shapes, strides, dtypes and device of the
-                first call; what is no tensor is equal to that of the first call.
-            **kwargs: Further arguments of it.
+                first call; other arguments are equal to those of the first call.
+            **kwargs: Further arguments of the step.
 
         Returns:
             Result of the step; tensors are copies, without a graph of autograd.
 
         Raises:
-            StateError: The step cannot be captured, or a replay would not do what it does.
+            StateError: The step cannot be captured, or a replay would not do what the step does.
             RankMismatchError: Other ranks are about to do something else.
 
-        Cost: what the step costs in the first calls. Then the copies of inputs and outputs, the
-        start of one graph, and the comparison of what the host would read.
+        Cost: that of the step in the first calls. Then the copies of inputs and outputs, the start
+        of one graph, and the comparison of the values that the host would read.
         """
         given = (args, kwargs)
         if self._error is not None:
@@ -452,7 +452,7 @@ class CapturedStep(Generic[P, R]):
         return map_tensors(Tensor.detach, self._step(*args, **kwargs))
 
     def _run_once(self) -> Any:
-        """Take a step where it will be captured; see whether it empties gradients."""
+        """Take a step on the stream of the capture; note whether it empties gradients."""
         with self._graph.aside():
             self._gradients.note_left()
             result = self._call()
@@ -504,7 +504,7 @@ class CapturedStep(Generic[P, R]):
         try:
             self._result = self._call()
         except BaseException as error:
-            # Events that were captured can be waited for in here only.
+            # Only inside the capture can code wait for captured events.
             with contextlib.suppress(Exception):
                 self._forget_step()
             if isinstance(error, ShardkitError) or not isinstance(error, Exception):
@@ -526,7 +526,7 @@ class CapturedStep(Generic[P, R]):
                 raise _cannot(self._name, "captured", f"{unfinished}, and {why}", _FINISH)
 
     def _give_up(self, error: BaseException) -> None:
-        """Forget a step that was captured in part; nothing of it has run."""
+        """Drop a step that was captured in part; none of it has run."""
         self._error = error
         self._result = None
         self._forget_step()
@@ -541,31 +541,31 @@ class CapturedStep(Generic[P, R]):
 def capture(step: Callable[P, R], *models: nn.Module, warm_up: int = 3) -> CapturedStep[P, R]:
     """Capture a step of sharded models in a CUDA graph, and replay it.
 
-    Each call of what it returns is one step, on each rank::
+    Each call of the result is one step, on each rank::
 
         step = shardkit.capture(train_step, model)
         for batch in loader:
             loss = step(batch)
 
-    The first calls run the step as it is, the next one captures it and replays it, later ones
-    replay it. A step may hold several backwards, clipping, and the optimizer's step.
+    The first calls run the step as it is. The next call captures the step and replays it, and later
+    calls replay it. A step may hold several backwards, clipping, and the optimizer's step.
     `docs/howto/cuda-graphs.md` says what the graph cannot do, and what is compared before each
     replay.
 
     Args:
-        step: Function of tensors and constants that trains; alike on all ranks.
-        *models: Sharded models that it uses.
+        step: Function of tensors and constants that trains; the same on all ranks.
+        *models: Sharded models that the step uses.
         warm_up: Number of calls that run the step as it is, at least 2.
 
     Returns:
         The step.
 
     Raises:
-        StateError: The models cannot be captured: offloaded, no device of graphs, no engine for the
-            host.
+        StateError: The models cannot be captured: they are offloaded, their device has no graphs,
+            or there is no engine for the host.
         ValueError: `warm_up` is less than 2.
 
-    Cost: nothing before the first call; the memory of one step stays with the graph.
+    Cost: nothing before the first call. The graph keeps the memory of one step.
     """
     if warm_up < _LEAST_WARM_UP:
         msg = (

@@ -1,4 +1,4 @@
-"""What `fully_shard` takes: the parameters it finds, and what it refuses.
+"""What `fully_shard` takes and refuses, and which parameters it finds.
 
 Nothing is changed before all checks have passed.
 """
@@ -89,7 +89,7 @@ def checked_reshard(
 ) -> bool | int | None:
     """Return `reshard_after_forward` with the numbers that mean True and False replaced.
 
-    Of other meshes of parameters, what is whole on each rank is not resharded.
+    Other meshes on which each rank holds parameters whole do not count: nothing is resharded there.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -118,7 +118,7 @@ def checked_reshard(
 
 
 class _Held(NamedTuple):
-    """One place of a parameter; the name is that from the module that was given."""
+    """One place of a parameter; the name is as seen from the module that was given."""
 
     root: nn.Module
     name: str
@@ -130,7 +130,7 @@ class _Held(NamedTuple):
 def _held(modules: list[nn.Module]) -> Iterator[_Held]:
     """Yield every place of every parameter in modules, tied ones once per place.
 
-    Not those in modules that torch's composable `replicate` has taken.
+    Parameters in modules that torch's composable `replicate` has taken are left out.
     """
     for root in modules:
         replicated = [m for m in root.modules() if torch_fsdp2.is_replicated(m)]
@@ -161,12 +161,12 @@ def check_not_taken(modules: list[nn.Module], found: list[ParamEntry]) -> None:
 
 
 def _is_taken(param: nn.Parameter) -> bool:
-    """Whether a parameter is a group's: its sharded one, or the unsharded one that is shown now."""
+    """Whether a parameter belongs to a group, as its sharded one or the unsharded one now shown."""
     return isinstance(param, ShardedTensor) or is_unsharded(param)
 
 
 def check_ties(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
-    """Refuse places of a parameter that its group does not know: it is not gathered for them."""
+    """Refuse a parameter in places that its group does not know: it is not gathered for them."""
     ignored_ids = {id(param) for param in ignored}
     for held in _held(modules):
         param = held.param
@@ -219,7 +219,7 @@ def check_in_mesh(mesh: DeviceMesh) -> None:
 
 
 def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPolicy) -> None:
-    """Refuse parameters that cannot be sharded over the mesh of the call, or their own."""
+    """Refuse parameters that cannot be sharded over the mesh of the call or over their own mesh."""
     may_be_offloaded = isinstance(offload, CPUOffloadPolicy)
     mesh_of_group = mesh
     for item in found:
@@ -254,7 +254,7 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
 
 
 def _check_max_norm(item: ParamEntry, mesh: DeviceMesh) -> None:
-    """Refuse lookups that write: each rank would change the rows that it looks up."""
+    """Refuse embeddings that write at lookup: each rank would change the rows that it looks up."""
     for site, _ in item.sites:
         max_norm = getattr(site, "max_norm", None)
         if isinstance(site, (nn.Embedding, nn.EmbeddingBag)) and max_norm and mesh.size() > 1:
@@ -268,7 +268,7 @@ def _check_max_norm(item: ParamEntry, mesh: DeviceMesh) -> None:
 
 
 def _check_current_device(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Raise if a parameter is on another card than the one that this process communicates from."""
+    """Raise if a parameter is not on the card from which this process communicates."""
     current = mesh.backend.device
     if param.device != current:
         kind = mesh.device_type
@@ -282,7 +282,7 @@ def _check_current_device(name: str, param: nn.Parameter, mesh: DeviceMesh) -> N
 
 
 def check_reparametrized(found: list[ParamEntry]) -> None:
-    """Refuse what keeps a whole weight, computed from parameters, on the module for good."""
+    """Refuse hooks that keep a whole weight, computed from parameters, on the module."""
     for item in found:
         for module, attribute in item.sites:
             for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - no public way to list
@@ -303,4 +303,4 @@ _KEEP_WHOLE_WEIGHTS = {
     SpectralNorm: "Use torch.nn.utils.parametrizations.spectral_norm instead.",
     BasePruningMethod: "Call torch.nn.utils.prune.remove() before fully_shard.",
 }
-"""Hooks of older ways to compute weights, and what to do."""
+"""Hooks of torch's older functions that compute weights, and the remedy for each."""

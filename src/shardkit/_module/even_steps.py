@@ -1,4 +1,4 @@
-"""Equally many steps on every rank, for data that the ranks have unequal parts of."""
+"""The same number of steps on every rank, for ranks with unequal amounts of data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODES = ("stop", "repeat", "join")
 
 
 class EvenSteps(Generic[T]):
-    """What `even_steps` returns: batches, as many on every rank.
+    """Iterable of batches that `even_steps` returns; every rank gets the same number.
 
     Attributes:
         weight: The weight of this rank's loss in the step under way: 1.0, or 0.0 where `uneven` is
@@ -55,7 +55,7 @@ class EvenSteps(Generic[T]):
             yield batch
 
     def _goes_on(self, *, has_own: bool, has_any: bool) -> bool:
-        """Tell the others whether this rank has a batch; return whether another step is taken."""
+        """Send the other ranks whether this rank has a batch; return whether to take a step."""
         backend: Any = self._mesh.backend
         stops = self._uneven == "stop"
         lacks = 0 if has_any or stops else 1 + self._mesh.get_rank()
@@ -78,9 +78,9 @@ def even_steps(
     *,
     uneven: Literal["stop", "repeat", "join"] = "stop",
 ) -> EvenSteps[T]:
-    """Return an iterable over a rank's batches that has as many steps on every rank.
+    """Return an iterable over a rank's batches that has the same number of steps on every rank.
 
-    Ranks that take unequal numbers of steps wait for each other for ever. Iterate on all ranks::
+    Ranks that take different numbers of steps wait for each other forever. Iterate on all ranks::
 
         for batch in even_steps(loader, mesh):
             loss = loss_of(model, batch)
@@ -88,14 +88,15 @@ def even_steps(
     Args:
         loader: The batches of this rank; None is no batch.
         mesh: The mesh of the ranks; None: all ranks.
-        uneven: Action when a rank has no batch left. ``"stop"``: all stop; the rest of the
-            others is dropped. ``"repeat"``: it goes through its batches again, until all have seen
-            all of theirs; its batches stay in memory. ``"join"``: as DDP's join, it goes on with
-            its last batch, and `weight` is 0.0: multiply the loss by it. The average is still over
-            all ranks.
+        uneven: Action when a rank has no batch left. ``"stop"``: all ranks stop, and the batches
+            that other ranks still have are dropped. ``"repeat"``: the rank goes through its batches
+            again, until all ranks have seen all of theirs; its batches stay in memory. ``"join"``:
+            as in DDP's join, the rank continues with its last batch, and `weight` is 0.0: multiply
+            the loss by it. The average is still over all ranks.
 
     Raises:
-        StateError: Another `uneven`. On all ranks: one has not a single batch to repeat.
+        StateError: `uneven` is something else. Or one rank has not a single batch to repeat; then
+            all ranks raise.
 
     Cost: one all-reduce of 8 bytes per axis and step, which the host waits for.
     """

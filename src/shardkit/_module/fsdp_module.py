@@ -1,4 +1,4 @@
-"""What a module gains by `fully_shard`: its class, and the methods that steer its group."""
+"""What a module gains from `fully_shard`: its class, and the methods that control its group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardkit._settings import AllGather, AllReduce, MixedPrecisionPolicy, ReduceScatter
 
     class _Base(nn.Module):
-        """What a type checker sees below `FSDPModule`: the class that is sharded comes after it."""
+        """Base of `FSDPModule` for type checkers; at runtime the sharded class is in its place."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -63,7 +63,7 @@ def swap_class(module: nn.Module) -> None:
 
 
 def _parametrized_meta(meta: type) -> Any:
-    """Return a class of classes that refuses what `remove_parametrizations` does first."""
+    """Return a metaclass that refuses the first thing that `remove_parametrizations` does."""
 
     def refuse(cls: type, name: str) -> None:
         msg = (
@@ -78,16 +78,16 @@ def _parametrized_meta(meta: type) -> Any:
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
+    """Handle that ``unshard(async_op=True)`` returns."""
 
     def __init__(self, state: ModuleState) -> None:
         self._state = state
 
     def wait(self) -> None:
-        """Return when the module's parameters are the unsharded ones.
+        """Wait until the module's parameters are unsharded.
 
         Raises:
-            StateError: Inside of `summon_full_params`.
+            StateError: The call is inside `summon_full_params`.
         """
         if self._state.group is not None and self._state.runtime is not None:
             refuse_summoned([self._state.group], "wait() of unshard() was called")
@@ -106,7 +106,7 @@ class FSDPModule(_Base):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Refuse to be wrapped in DistributedDataParallel, which asks for this first."""
+        """Refuse DistributedDataParallel, which reads this first when it wraps a module."""
         if torch_modules.is_called_by_ddp(inspect.currentframe()):
             msg = (
                 f"DistributedDataParallel cannot wrap this {own_class(self).__name__}: fully_shard "
@@ -119,7 +119,8 @@ class FSDPModule(_Base):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return an independent sharded copy: own pieces, same mesh, process groups and options.
 
-        For EMA and teacher models. No communication. A copy of a part of a model is its own root.
+        Use it for EMA and teacher models. It does not communicate. A copy of a part of a model is
+        its own root.
         """
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "copy.deepcopy() was called")
@@ -137,7 +138,7 @@ class FSDPModule(_Base):
         return result
 
     def __copy__(self) -> Any:
-        """Refuse: a shallow copy would have the same parameters, gathered and freed by two."""
+        """Refuse: two modules would gather and free the parameters that a shallow copy shares."""
         msg = (
             f"copy.copy of a sharded {own_class(self).__name__} would share its parameters with "
             f"it. Use copy.deepcopy, which copies this rank's pieces."
@@ -145,9 +146,9 @@ class FSDPModule(_Base):
         raise StateError(msg)
 
     def __reduce_ex__(self, _: object) -> Any:
-        """Pickle this rank's pieces and the settings; the copy is sharded on a mesh alike.
+        """Pickle this rank's pieces and the settings; the copy is sharded over an equal mesh.
 
-        For `torch.save` and ``torch.load(weights_only=False)``, each rank its own file.
+        Use it for `torch.save` and ``torch.load(weights_only=False)``, with one file per rank.
         """
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "pickling was tried")
@@ -160,7 +161,7 @@ class FSDPModule(_Base):
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert the pieces (``to``, ``half``, ``to_empty``, ...), and lay them end to end again.
 
-        Group by group, so that beside the shards only one group's pieces exist a second time.
+        Groups are converted one by one, so that only one group's pieces exist twice at a time.
         """
         state = state_of(self)
         refuse_summoned(
@@ -178,8 +179,9 @@ class FSDPModule(_Base):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters: outside of a forward or backward the sharded ones.
 
-        They are what an optimizer, ``zero_grad()`` and `clip_grad_norm_` want, also after an
-        exception in a step, and while kept groups show unsharded ones and wait for their backward.
+        An optimizer, ``zero_grad()`` and `clip_grad_norm_` need the sharded ones. So they get them
+        also after an exception in a step, and between forward and backward of groups that keep
+        their unsharded parameters.
         """
         runtime = state_of(self).runtime
         if runtime is not None:
@@ -188,7 +190,7 @@ class FSDPModule(_Base):
         named = own_class(self).named_parameters(module, *args, **kwargs)
         if runtime is None or runtime.pass_root is not None or runtime.backward.is_running:
             return named
-        # Nearly always they are sharded: `settled` is not asked then.
+        # Nearly always the parameters are sharded, and `settled` is not called.
         return ((n, p if isinstance(p, ShardedTensor) else settled(p)) for n, p in named)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
@@ -197,17 +199,16 @@ class FSDPModule(_Base):
         Not recursive. Call it on all ranks.
 
         Args:
-            async_op: Whether to return at once, with a handle; the module's forward waits by
-                itself.
+            async_op: Whether to return a handle at once; the module's forward waits by itself.
 
-        Cost: one all-gather per bucket, none if they are unsharded already.
+        Cost: one all-gather per bucket, none if the parameters are unsharded already.
         """
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "unshard() was called")
         if state.runtime is None:
             state.make_runtime()
         if state.runtime is not None:
-            # The pipelines of torch 2.9 ask the stage for all of it, newer ones each module in it.
+            # Pipelines of torch 2.9 call this once on the stage, newer ones on each module in it.
             is_lent = torch_fsdp2.is_called_by_pipeline(inspect.currentframe())
             for group in groups_in(self, recurse=is_lent):
                 state.runtime.unshard(group, until_reshard=is_lent)
@@ -229,8 +230,8 @@ class FSDPModule(_Base):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging them over the ranks, in the ``with`` block.
 
-        As `set_requires_gradient_sync` set to False for this module and those in it, and then to
-        what it was. Backwards must run inside:
+        The block calls `set_requires_gradient_sync` with False for this module and the modules in
+        it, and restores the former setting at its end. Backwards must run inside:
 
             with model.no_sync():
                 for batch in batches[:-1]:
@@ -248,18 +249,19 @@ class FSDPModule(_Base):
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Choose what is gathered when this module's forward begins.
 
-        Instead of the module that came next in the last forward. All of `modules` are gathered, so
-        a list of n takes the memory of n + 1; an empty one prefetches nothing.
+        The default is the module that came next in the last forward. All of `modules` are gathered,
+        so a list of n takes the memory of n + 1 modules. An empty list prefetches nothing.
 
         Raises:
-            StateError: One of them is not sharded (now), or of another root (at its forward).
+            StateError: A module is not sharded (raised here), or is part of another root (raised
+                at its forward).
         """
         for group in groups_in(self, recurse=False):
             group.settings.next_in_forward = _groups_of(modules)
         _update_options(self)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Choose what is gathered when this module's backward begins; as in forward."""
+        """Choose what is gathered when this module's backward begins, in the same way."""
         for group in groups_in(self, recurse=False):
             group.settings.next_in_backward = _groups_of(modules)
         _update_options(self)
@@ -272,20 +274,22 @@ class FSDPModule(_Base):
     ) -> Tensor:
         """Scale the gradients of all parameters in the module so that their norm is `max_norm`.
 
-        What ``torch.nn.utils.clip_grad_norm_`` does, on every rank alike. On XLA devices use this:
-        torch_xla replaces torch's by one that reduces each parameter's norm by itself and, for the
-        largest element, reads on the host. Call it on all ranks, on the root.
+        It does what ``torch.nn.utils.clip_grad_norm_`` does, on every rank alike. On XLA devices
+        use this one: torch_xla replaces torch's function by one that reduces the norm of each
+        parameter by itself and, for the largest element, reads on the host. Call it on all ranks,
+        on the root.
 
         Args:
-            max_norm: The most the norm may be; ``float("inf")`` clips nothing.
+            max_norm: The largest norm allowed; ``float("inf")`` clips nothing.
             norm_type: Order of the norm; ``float("inf")`` is the largest element.
-            error_if_nonfinite: Raise if the norm is not finite, which waits for it.
+            error_if_nonfinite: Whether to raise if the norm is not finite; this waits for the norm.
 
         Returns:
-            The norm before, 0-dim, fp32 or wider, the same on every rank. It has `full_tensor()`.
+            The norm before clipping, 0-dim, fp32 or wider, the same on every rank. It has
+            `full_tensor()`.
 
         Raises:
-            RuntimeError: See `error_if_nonfinite`.
+            RuntimeError: The norm is not finite, with `error_if_nonfinite`.
             StateError: `max_norm` or `norm_type` is negative or not a number.
 
         Cost: one all-reduce of 8 bytes per parameter (16 for the largest element), for each dtype
@@ -299,7 +303,7 @@ class FSDPModule(_Base):
         norm = total_norm([p.grad for p in params], float(norm_type))  # type: ignore[misc]
         runtime = state_of(self).runtime
         if error_if_nonfinite and runtime is not None:
-            runtime.passes.finish_graph()  # Together, where replicas are threads.
+            runtime.passes.finish_graph()  # All replicas at once, where they are threads.
         if error_if_nonfinite and not bool(norm.isfinite()):
             msg = (
                 f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be "
@@ -312,28 +316,28 @@ class FSDPModule(_Base):
     def check_replicas(self) -> None:
         """Compare the replicas of a hybrid mesh: all elements of all parameters, bit by bit.
 
-        They stay equal if all ranks do the same. Call it on all ranks, from time to time. Where
-        nothing is replicated it does nothing.
+        Replicas stay equal if all ranks do the same. Call it on all ranks, from time to time. It
+        does nothing if nothing is replicated.
 
         Raises:
-            RankMismatchError: On all ranks, naming the first parameter that differs.
+            RankMismatchError: Replicas differ. All ranks raise, and name the first such parameter.
 
-        Cost: reads the shards; one all-reduce of 16 bytes per parameter, one exchange per group.
+        Cost: it reads the shards; one all-reduce of 16 bytes per parameter, one exchange per group.
         """
         check_same_replicas([*groups_in(self, recurse=True)])
 
     def check_gradients(self) -> None:
-        """Raise if gradients are not finite; say in which parameter, and on which rank it begins.
+        """Raise if gradients are not finite; name the parameter, and the rank where it began.
 
         Call it on all ranks, after a backward that synced, before the gradients are clipped or
-        unscaled. One rank's NaN is all ranks' after the average. To be told whose it was, call
-        ``set_watch(check_gradients=True)`` before that backward: then each rank notes its own
-        gradients. What was noted is forgotten here.
+        unscaled. The average spreads one rank's NaN to all ranks. To learn which rank it came from,
+        call ``set_watch(check_gradients=True)`` before that backward: then each rank notes its own
+        gradients. This call clears the notes.
 
         Raises:
-            NonFiniteGradientError: On all ranks, with the same text.
+            NonFiniteGradientError: A gradient is not finite. All ranks raise, with the same text.
 
-        Cost: reads the gradients, waits for the device, one exchange for each mesh axis.
+        Cost: it reads the gradients and waits for the device; one exchange for each mesh axis.
         """
         runtime = state_of(self).runtime
         if runtime is not None:
@@ -344,7 +348,7 @@ class FSDPModule(_Base):
     def reset_iter_state(self) -> None:
         """Return to the state between steps, after an exception in forward or backward.
 
-        The next forward of the root does it by itself; this gives the memory back at once.
+        The next forward of the root does it by itself. This call gives the memory back at once.
         Gradients that have not been synced are lost.
         """
         runtime = state_of(self).runtime
@@ -352,12 +356,12 @@ class FSDPModule(_Base):
             runtime.reset()
 
     def memory_stats(self) -> dict[str, int]:
-        """Return bytes on this rank, of this module and the sharded modules in it.
+        """Return the bytes that this module and the sharded modules in it hold on this rank.
 
         Keys: ``shard_nbytes`` (parameters), ``unsharded_nbytes`` and ``peak_unsharded_nbytes``
-        (unsharded buffers now, and the most there ever were), ``reduce_buffer_nbytes`` (the most
-        that send and receive buffers of gradients ever took) and ``unsynced_grad_nbytes``
-        (gradients that wait to be synced). The middle three are those of the whole root.
+        (unsharded buffers now, and at their peak), ``reduce_buffer_nbytes`` (send and receive
+        buffers of gradients at their peak) and ``unsynced_grad_nbytes`` (gradients that wait to be
+        synced). The middle three count the whole root.
         """
         groups = list(groups_in(self, recurse=True))
         runtime = state_of(self).runtime
@@ -379,12 +383,13 @@ class FSDPModule(_Base):
     ) -> None:
         """Set whether backward averages gradients over the ranks.
 
-        For gradient accumulation: False for all micro-batches but the last. Unsynced gradients are
-        summed in a full-size buffer per group, in `reduce_dtype` (see `memory_stats`).
+        For gradient accumulation set it to False for all micro-batches but the last. Unsynced
+        gradients are summed in a full-size buffer per group, in `reduce_dtype` (see
+        `memory_stats`).
 
         Args:
             requires_gradient_sync: The flag.
-            recurse: Whether sharded modules inside are meant, too.
+            recurse: Whether to set the flag on the sharded modules inside, too.
         """
         runtime = state_of(self).runtime
         if runtime is not None and runtime.schedule.lends:
@@ -400,8 +405,8 @@ class FSDPModule(_Base):
     ) -> None:
         """Set whether backward all-reduces over the replicate axis of a 2-D mesh.
 
-        While False, gradients are reduce-scattered, and the sums kept as 1/N-size partial sums;
-        ``.grad`` is set by the first backward with True.
+        While it is False, gradients are reduce-scattered only, and each rank keeps partial sums of
+        1/N of the size. The first backward with True sets ``.grad``.
         """
         for group in groups_in(self, recurse=recurse):
             group.settings.all_reduce = requires_all_reduce
@@ -409,8 +414,9 @@ class FSDPModule(_Base):
     def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
         """Set whether the next backward is the last of the step.
 
-        After one that is not, reductions may still be under way, so that the next micro-batch
-        overlaps with them; ``.grad`` is complete, and ranks are compared, after one that is.
+        After a backward that is not the last, reductions may still be under way, so that the next
+        micro-batch overlaps with them. After the last one ``.grad`` is complete, and ranks have
+        been compared.
         """
         for group in groups_in(self, recurse=True):
             group.settings.is_last_backward = is_last_backward
@@ -441,8 +447,8 @@ class FSDPModule(_Base):
     ) -> None:
         """Set whether the parameters are freed after backward.
 
-        False saves the next forward's all-gather while no optimizer step lies between, for the
-        memory of the unsharded parameters; changed shards are gathered again.
+        False saves the all-gather of the next forward if no optimizer step comes before it. It
+        costs the memory of the unsharded parameters. Shards that changed are gathered again.
         """
         for group in groups_in(self, recurse=recurse):
             group.settings.reshard_after_backward = reshard_after_backward
@@ -451,8 +457,8 @@ class FSDPModule(_Base):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001
         """Set whether backward gathers this module's parameters.
 
-        False only where no backward reads them, as of an ``nn.Embedding``: one that does reads
-        memory that is not there. Not recursive.
+        Set it to False only where no backward reads the parameters, as in an ``nn.Embedding``. A
+        backward that reads them would read freed memory. Not recursive.
         """
         for group in groups_in(self, recurse=False):
             group.settings.unshard_in_backward = unshard_in_backward
@@ -467,9 +473,9 @@ class FSDPModule(_Base):
 
         Args:
             forward: Whether to gather the next module before the current one computes.
-            backward: ``"pre"``: gather the next module before the current one's gradients are
-                computed (most overlap); ``"post"``: after (less memory); ``"none"``: when it is
-                entered.
+            backward: Moment when backward gathers the next module. ``"pre"``: before the current
+                one's gradients are computed (most overlap); ``"post"``: after that (less memory);
+                ``"none"``: when the next module is entered.
         """
         state = state_of(self)
         try:
@@ -486,7 +492,7 @@ class FSDPModule(_Base):
         """Divide this module's gradient sums by `factor`, not the number of ranks. Not recursive.
 
         Raises:
-            StateError: It is zero, negative, not finite or no number.
+            StateError: `factor` is zero, negative, not finite or no number.
         """
         number = as_number(factor)
         if not 0 < number < math.inf:
@@ -498,28 +504,28 @@ class FSDPModule(_Base):
             group.settings.comm.divide_factor = number
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do as `set_gradient_divide_factor`, its newer name."""
+        """Do the same as `set_gradient_divide_factor`, which is the newer name."""
         self.set_gradient_divide_factor(factor)
 
     def set_gradient_predivide_factor(self, factor: float | Literal["auto"] | None) -> None:
         """Divide this module's gradients by `factor` before they are summed. Not recursive.
 
-        The sum is then multiplied by what is left: by ``factor / divide``, where ``divide`` is the
-        number of ranks, or what `set_gradient_divide_factor` says. So the gradient is the same but
-        for rounding, and what is on the wire is `factor` times smaller: partial sums in fp16 do not
-        overflow. A power of two changes no bit but where numbers overflow or underflow.
+        The sum is then multiplied by the rest, ``factor / divide``. Here ``divide`` is the number
+        of ranks, or the factor of `set_gradient_divide_factor`. So the gradient is the same except
+        for rounding, and values on the wire are `factor` times smaller: partial sums in fp16 do not
+        overflow. A power of two changes no bit, except where numbers overflow or underflow.
 
         Args:
             factor: Number that fairscale and torch_xla call ``gradient_predivide_factor`` (their
                 ``gradient_postdivide_factor`` is ``divide / factor``). ``"auto"``: their default,
                 the first power of two from which on ``factor * factor`` is at least the number of
                 ranks, as long as that is divisible. None, the default: all of the division comes
-                after the sum, but half of it (the root) before in fp16 on accelerators.
+                after the sum. But in fp16 on accelerators half of it (the root) comes before.
 
         Raises:
-            StateError: It is zero, negative or not finite.
+            StateError: `factor` is zero, negative or not finite.
 
-        Cost: one more pass over what is sent, on the device.
+        Cost: one more pass over the data that is sent, on the device.
         """
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if is_number and not 0 < factor < math.inf:  # type: ignore[operator]
@@ -533,10 +539,10 @@ class FSDPModule(_Base):
             group.settings.comm.predivide_factor = chosen
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
-        """Have the collective library sum gradients only, and divide them after.
+        """Let the collective library only sum gradients, and divide them afterwards.
 
-        NCCL divides by the number of ranks itself otherwise. On the CPU and on XLA reductions are
-        sums anyhow. For all modules in this one as well.
+        Otherwise NCCL itself divides by the number of ranks. On the CPU and on XLA reductions are
+        always sums. The setting applies to all modules in this one as well.
         """
         for group in groups_in(self, recurse=True):
             group.settings.comm.force_sum = enable
@@ -547,11 +553,11 @@ class FSDPModule(_Base):
         *,
         recurse: bool = True,
     ) -> None:
-        """Set whether a group that this rank did not use takes part in its reduction all the same.
+        """Set whether this rank takes part in the reduction of a group that it did not use.
 
         True (the default; FSDP2's is False) is right when ranks use different parameters. False
-        saves the reduction of groups that NO rank uses; ranks that differ then do not match, which
-        is told as an error.
+        saves the reduction of groups that NO rank uses. If ranks then use different groups, their
+        collectives do not match, and they get an error.
         """
         for group in groups_in(self, recurse=recurse):
             group.settings.reduce_unused = reduce_scatter_unused_params
@@ -559,16 +565,16 @@ class FSDPModule(_Base):
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], object] | None, *, stream: Any = None
     ) -> None:
-        """Set what is done to every reduced gradient buffer of this module. Not recursive.
+        """Set a hook that gets every reduced gradient buffer of this module. Not recursive.
 
         Args:
             hook: A function of a 1-D tensor: this rank's range of the averaged gradients, after the
-                reduce-scatter and, on a 2-D mesh, the all-reduce. It may change it in place, e.g.
-                all-reduce it over further ranks. None removes the hook.
-            stream: The stream on which an accelerator runs it; not with a 2-D mesh.
+                reduce-scatter and, on a 2-D mesh, the all-reduce. It may change the tensor in
+                place, e.g. all-reduce it over further ranks. None removes the hook.
+            stream: The stream on which an accelerator runs the hook; not with a 2-D mesh.
 
         Raises:
-            StateError: There is one already, or a stream is given with a 2-D mesh.
+            StateError: There is a hook already, or a stream is given with a 2-D mesh.
         """
         for group in groups_in(self, recurse=False):
             comm = group.settings.comm
@@ -591,10 +597,10 @@ class FSDPModule(_Base):
 
         Args:
             comm: Object like FSDP2's ``AllGather``: ``allocate(size, dtype=, device=)`` and
-                ``(output_tensor, input_tensor, group, async_op)``. None: as before.
+                ``(output_tensor, input_tensor, group, async_op)``. None: shardkit's all-gather.
 
         Raises:
-            StateError: On XLA, or where buffers come from the process group.
+            StateError: The mesh is one of XLA devices, or buffers come from the process group.
 
         Cost: copies into and out of the buffers that `comm` allocates.
         """
@@ -607,10 +613,11 @@ class FSDPModule(_Base):
 
         Args:
             comm: Object like FSDP2's ``ReduceScatter``: `allocate`, and ``(output_tensor,
-                input_tensor, group, op, async_op)``; `op` is always a sum. None: as before.
+                input_tensor, group, op, async_op)``; `op` is always a sum. None: shardkit's
+                reduce-scatter.
 
         Raises:
-            StateError: On XLA, or where buffers come from the process group.
+            StateError: The mesh is one of XLA devices, or buffers come from the process group.
 
         Cost: copies into the buffers that `comm` allocates.
         """
@@ -622,10 +629,10 @@ class FSDPModule(_Base):
         """Sum this module's gradients over the replicate axis by a function of the user's.
 
         Not recursive. `shardkit.compression` has functions that compress, and sets one for a whole
-        model. A copy of the module (``copy.deepcopy``, pickle) does not have it.
+        model. A copy of the module (``copy.deepcopy``, pickle) does not keep the function.
 
         Args:
-            comm: An `AllReduce`. None: as before.
+            comm: An `AllReduce`. None: shardkit's all-reduce.
 
         Raises:
             StateError: There is no replicate axis, or the mesh is one of XLA devices.
@@ -649,9 +656,9 @@ class FSDPModule(_Base):
             group.settings.comm.all_reduce = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
-        """Take buffers from the memory that the process group offers, if it does (NCCL).
+        """Take buffers from memory of the process group, if the group offers any (NCCL does).
 
-        Buffers are shared by all modules of a root, so it holds for all of them while any has it.
+        All modules of a root share buffers, so one module with this setting sets it for all.
 
         Raises:
             StateError: The module has an all-gather or reduce-scatter of the user's.
@@ -672,22 +679,22 @@ class FSDPModule(_Base):
     ) -> None:
         """Communicate out of NCCL's symmetric memory where that pays: for small groups.
 
-        Parameters are gathered so. Gradients are reduced so after
-        ``set_force_sum_reduction_for_comms(True)``, for NCCL only sums there. Not recursive. Call
-        it on all ranks. NCCL must be able to: FSDP2's page says for which cards and options.
+        All-gathers of parameters use it. Reductions of gradients use it after
+        ``set_force_sum_reduction_for_comms(True)``, because NCCL can only sum there. Not recursive.
+        Call it on all ranks. NCCL must support it: FSDP2's page says with which cards and options.
         Nobody has run it on a card with shardkit.
 
         Args:
             backend: Engine of the symmetric memory; torch knows ``"NCCL"`` only.
             max_bytes: Size of the largest group, in bytes of unsharded parameters, that uses it.
                 In Megatron-LM (pull request 5655) it made collectives of 1 to 16 MiB 1.3 to 2.1
-                times as fast, and those of 256 MiB no faster. A larger group stays as it is.
+                times as fast, and those of 256 MiB no faster. A larger group is not changed.
 
         Raises:
             StateError: The module is not on CUDA devices, torch has no such collectives, or the
-                user has chosen others.
+                user has set collectives of their own.
 
-        Cost: as `set_custom_all_gather` and `set_custom_reduce_scatter`.
+        Cost: that of `set_custom_all_gather` and `set_custom_reduce_scatter`.
         """
         _refuse_comm(self, "set_symm_mem_for_comm", backend)
         for group in groups_in(self, recurse=False):
@@ -720,9 +727,9 @@ class FSDPModule(_Base):
         *,
         recurse: bool = True,
     ) -> None:
-        """Reduce on a process group of its own, so that gathers and reductions do not queue.
+        """Reduce on a separate process group, so that gathers and reductions do not queue.
 
-        On gloo that is always so. Call it on all ranks.
+        On gloo this is always the case. Call it on all ranks.
 
         Cost: one more process group (communicator) per mesh axis.
         """
@@ -733,12 +740,12 @@ class FSDPModule(_Base):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many gradient buffers may be on their way at once; 1 is the least memory.
+        """Set how many gradient buffers may be in flight at once; 1 takes the least memory.
 
         On CUDA memory is reused in stream order, and the number has no effect.
 
         Raises:
-            StateError: It is not a positive int.
+            StateError: The number is not a positive int.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             msg = f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}."
@@ -752,7 +759,7 @@ class FSDPModule(_Base):
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's all-gathers wait for an event recorded after the optimizer step.
 
-        Call it on the root, with a new event in every step.
+        Call it on the root in every step, with a new event.
         """
         state = state_of(self)
         runtime = state.runtime or state.make_runtime()
@@ -766,20 +773,20 @@ class FSDPModule(_Base):
         forward: bool = True,  # noqa: FBT001, FBT002 - both are plain switches
         backward: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
-        """Choose where gathers are kept in their place in the graph. Call it on the root.
+        """Choose where gathers keep their place in the graph. Call it on the root.
 
-        On XLA devices only; elsewhere it has no effect. A gather is tied by an optimization barrier
-        to what was computed last when it was issued: it can run beside the next computation, and is
-        not hoisted before it.
+        It has an effect on XLA devices only. An optimization barrier ties each gather to the value
+        that was computed last when the gather was issued. So the gather can run beside the next
+        computation, and the compiler does not hoist it to an earlier place.
 
         Args:
-            forward: Whether to tie gathers in forward. Without it the compiler may gather all
-                modules at the start of forward: more overlap at most, more memory.
-            backward: Whether to tie gathers in backward. Without it the compiler may merge a gather
-                with that of forward: then ``reshard_after_forward=True`` saves no memory.
+            forward: Whether to tie gathers in forward. Without ties the compiler may gather all
+                modules at the start of forward, which takes more memory and at most adds overlap.
+            backward: Whether to tie gathers in backward. Without ties the compiler may merge a
+                gather with that of forward: then ``reshard_after_forward=True`` saves no memory.
 
         Raises:
-            StateError: After the first forward: it is not the root.
+            StateError: The first forward has run, and this module was not its root.
         """
         settings = _settings_of_root(self)
         settings.barrier_in_forward, settings.barrier_in_backward = forward, backward
@@ -787,12 +794,12 @@ class FSDPModule(_Base):
     def set_sync_on_finalization(self, enable: bool = True) -> None:  # noqa: FBT001, FBT002
         """Run the graph at the end of every backward (``mark_step``). Call it on the root.
 
-        On XLA devices only; elsewhere it has no effect. Forward and backward become one graph and
-        the optimizer's step another, so the compiler does not fuse across them: less memory in
-        some models, for one more launch per backward.
+        It has an effect on XLA devices only. Forward and backward become one graph and the
+        optimizer's step another, so the compiler does not fuse across them. Some models take less
+        memory then. The cost is one more launch per backward.
 
         Raises:
-            StateError: After the first forward: it is not the root.
+            StateError: The first forward has run, and this module was not its root.
         """
         _settings_of_root(self).sync_on_finalization = enable
 
@@ -805,24 +812,24 @@ class FSDPModule(_Base):
         dummy_reductions: bool = False,
         print_memory: str | None = None,
     ) -> None:
-        """Find out which part of a step costs what. Call it on the root; again to change it.
+        """Find out how much each part of a step costs. Call it on the root, and again to change it.
 
-        With dummies nothing travels between ranks: a rank takes what it has itself for what all
-        have. Buffers, casts, order and memory are as always, so the difference to a usual step is
-        what the collectives cost. All values are WRONG from then on: a warning says so at each
-        root's first step, and nothing of the model can be saved or pickled any more, also after
-        they are turned off. Choose the same on all ranks.
+        With dummies nothing travels between ranks: a rank uses its own data in the place of the
+        data of all ranks. Buffers, casts, order and memory are as always, so the difference from a
+        usual step is the cost of the collectives. All values are WRONG from then on: a warning says
+        so at each root's first step. The model cannot be saved or pickled any more, even after the
+        dummies are turned off. Choose the same on all ranks.
 
         Args:
             dummy_gathers: Whether to leave out all-gathers of parameters.
             dummy_reductions: Whether to leave out reduce-scatters and all-reduces of gradients.
-            print_memory: A word to print in front of a line on stderr at each gather, each free and
-                each reduction of this root: bytes of unsharded parameters now and at most, of
-                buffers of reductions at most, and on CUDA what is allocated. On XLA at tracing.
-                None: print nothing.
+            print_memory: A word that begins a line on stderr at each gather, each free and each
+                reduction of this root. The line has the bytes of unsharded parameters now and at
+                their peak, of buffers of reductions at their peak, and on CUDA of all allocations.
+                On XLA it is printed at tracing. None: print nothing.
 
         Raises:
-            StateError: After the first forward: it is not the root.
+            StateError: The first forward has run, and this module was not its root.
         """
         settings = _settings_of_root(self)
         settings.dummy_gathers, settings.dummy_reductions = dummy_gathers, dummy_reductions
@@ -842,10 +849,10 @@ def _restore(
     module: Any,
     written: tuple[dict[str, Any], ParamGroup | None, MixedPrecisionPolicy, dict[str, Any]],
 ) -> None:
-    """Turn an unpickled module into what it was; pickles name this function."""
+    """Restore the state of an unpickled module; pickles name this function."""
     attributes, group, policy, settings = written
     module.__setstate__(attributes)
-    # Hooks keep the numbers they had in another process; new ones must not take their places.
+    # Hooks keep the numbers of the process that pickled them. New hooks must not reuse these.
     numbers = [
         number
         for child in module.modules()
@@ -864,7 +871,7 @@ def _restore(
 
 
 def _copy_group(group: ParamGroup, copied: ModuleState, memo: dict[int, Any]) -> None:
-    """Copy a group for the copy of one of its modules; with it come the other modules of a list."""
+    """Copy a group for the copy of one of its modules, and copy the other modules of its list."""
     key: Any = ("copies of a group", id(group))
     is_first = key not in memo
     states: list[ModuleState] = memo.setdefault(key, [])
@@ -878,7 +885,7 @@ def _copy_group(group: ParamGroup, copied: ModuleState, memo: dict[int, Any]) ->
 
 
 def _update_options(self: Any) -> None:
-    """Let the schedule of the root, if it has one, follow the settings."""
+    """Let the schedule of the root, if there is one, follow the settings."""
     runtime = state_of(self).runtime
     if runtime is not None:
         runtime.update_options()
@@ -924,7 +931,7 @@ def _groups_of(modules: Sequence[Any]) -> list[ParamGroup]:
 
 
 def _states_of(modules: Sequence[Any], refusal: str) -> list[ModuleState]:
-    """Return the states of sharded modules; raise `refusal`, about its class, of another."""
+    """Return the states of sharded modules; raise `refusal` with the class of any other module."""
     states = []
     for module in modules:
         state = get_state(module) if isinstance(module, nn.Module) else None
@@ -935,13 +942,13 @@ def _states_of(modules: Sequence[Any], refusal: str) -> list[ModuleState]:
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
-    """Let several roots use one set of streams and buffers: for stages of a pipeline on one rank.
+    """Let several roots share streams and buffers, such as stages of a pipeline on one rank.
 
     Args:
         modules: Sharded roots, before their first forward.
 
     Raises:
-        StateError: One of them is not sharded, or has run.
+        StateError: One of the modules is not sharded, or has already run.
     """
     states = _states_of(modules, "share_comm_ctx takes sharded modules, got {}.")
     for state in states[1:]:

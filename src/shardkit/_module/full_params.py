@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 # --- whole parameters of a bucket -----------------------------------------------------------------
 #
-# What a forward uses is something else: the unsharded parameters are in compute dtype, may be
-# DTensors, and their memory belongs to the schedule. These here are copies in memory of their
-# own.
+# A forward uses other tensors: the unsharded parameters are in compute dtype, may be DTensors,
+# and their memory belongs to the schedule. The whole parameters here are copies in memory of
+# their own.
 
 
 class WholeBucket:
     """Copies of a bucket's whole parameters, which the modules hold until `hide`. Collective.
 
-    A rank that does not keep them takes part in the gathers only.
+    A rank that does not keep the copies only takes part in the gathers.
 
-    Cost: one all-gather of the bucket in storage dtype, with gradients two, and what tensor
-    parallelism takes; memory for the bucket. Where operators are traced, one all-gather of each
+    Cost: one all-gather of the bucket in storage dtype, two with gradients, and the collectives of
+    tensor parallelism; memory for the bucket. Where operators are traced, one all-gather of each
     parameter, in the graph.
     """
 
@@ -56,7 +56,7 @@ class WholeBucket:
 
     @torch.no_grad()
     def _gather(self, tensors: Sequence[Tensor | None], *, keep: bool) -> dict[int, Tensor]:
-        """Gather parameters or gradients; return those that there are, by the number."""
+        """Gather parameters or gradients; return those that exist, by index."""
         store = self._bucket.store
         given = {i: each for i, each in enumerate(tensors) if isinstance(each, ShardedTensor)}
         if isinstance(store, FlatStore):
@@ -86,7 +86,7 @@ class WholeBucket:
 
         Raises:
             StateError: Something else was put in the place of a parameter, or its shard was written
-                meanwhile. The sharded parameters are shown and unchanged then.
+                meanwhile. The modules then hold the sharded parameters, unchanged.
         """
         held: list[nn.Parameter] = []
         try:
@@ -99,7 +99,7 @@ class WholeBucket:
             self._write(index, param)
 
     def _found(self, index: int) -> nn.Parameter:
-        """Return what modules hold of a parameter: the whole one, or another of its shape."""
+        """Return the parameter that modules hold: the whole one, or another of its shape."""
         entry, whole = self._bucket.entries[index], self.params[index]
         shape = tuple(whole.shape)
         places = self._bucket.sites.held(index)
@@ -169,7 +169,7 @@ class _Options:
     with_grads: bool = False
 
     def check_inside(self, outer: _Options, name: str) -> None:
-        """Refuse what a with block around this one does not give."""
+        """Refuse options that a ``with`` block around this one does not have."""
         wanted, same = ("writeback", "with_grads"), ("rank0_only", "offload_to_cpu")
         lacks = [n for n in wanted if getattr(self, n) and not getattr(outer, n)]
         lacks += [n for n in same if getattr(self, n) != getattr(outer, n)]
@@ -195,42 +195,42 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show whole parameters in the ``with`` block, as FSDP1's and fairscale's function does.
+    """Show whole parameters in the ``with`` block, like the function of FSDP1 and fairscale.
 
     ``module.named_parameters()``, ``parameters()``, ``state_dict()`` and attributes give plain
     `nn.Parameter` objects: global shape, original names, the dtype of the shard (not that of
-    mixed precision). They are other objects than the sharded ones, which optimizers hold and which
-    come back, as the same objects, when the block ends, also by an exception. Call it on all ranks,
-    between steps, also before the first forward. A parameter that tensor parallelism splits is
+    mixed precision). The sharded parameters, which optimizers hold, are other objects. They come
+    back as the same objects when the block ends, also if an exception ends it. Call it on all
+    ranks, between steps or before the first forward. A parameter that tensor parallelism splits is
     whole, too. Tied names give one object.
 
     When the block ends with `writeback`, each rank copies its own piece of ITS values (and
     ``requires_grad``) to its shard. Nothing is sent: ranks that wrote different values keep pieces
-    of different tensors, and replicas of a hybrid mesh part. So write the same on all ranks. A
-    parameter that was replaced in the block by another of its shape is taken up as well.
+    of different tensors, and replicas of a hybrid mesh diverge. So write the same on all ranks. If
+    the block replaced a parameter by another of its shape, the new values are taken as well.
 
     Args:
-        module: Sharded, or with sharded modules in it.
-        recurse: Whether to show the sharded modules inside, too. Else those of `module`'s own
-            group; if it has none, those of the outermost sharded modules in it.
-        writeback: Keep what was written. Not between a forward and its backward, which would
-            refuse to go on.
+        module: A sharded module, or one with sharded modules in it.
+        recurse: Whether to show the parameters of the sharded modules inside, too. If False, those
+            of `module`'s own group; if it has none, those of the outermost sharded modules in it.
+        writeback: Whether to keep what was written. Not between a forward and its backward, because
+            that backward would raise an error.
         rank0_only: Whether only the first rank of the mesh gets whole parameters; the others take
             part in the gathers and show sharded ones. Not with `writeback`.
-        offload_to_cpu: The whole parameters are in the memory of the host.
-        with_grads: ``.grad`` is the whole gradient, or None; written back as values are.
+        offload_to_cpu: Whether the whole parameters are in the memory of the host.
+        with_grads: Whether ``.grad`` is the whole gradient, or None; it is written back as values
+            are.
 
     Raises:
         StateError: It is called in a forward or backward, or with `rank0_only` and `writeback`; a
-            parameter is on the meta device, or belongs to a group around `module`; a forward,
-            backward, `unshard`, conversion or copy is tried in the block. When the block ends: a
-            parameter was replaced by something of another shape, or the shard was written (by an
-            optimizer).
+            parameter is on the meta device, or belongs to a group around `module`; the block tries
+            a forward, backward, `unshard`, conversion or copy. When the block ends: a parameter was
+            replaced by something of another shape, or the shard was written (by an optimizer).
 
     Cost: one all-gather per bucket in storage dtype, two with gradients, one group after the other;
-    none at the end. On XLA one for each parameter, in the graph. Memory: all of the whole
-    parameters shown, on a rank that gets none those of one bucket. A block inside of another
-    gathers nothing again.
+    none at the end. On XLA one for each parameter, in the graph. Memory: all whole parameters that
+    are shown; on a rank that gets none, those of one bucket. A block inside another gathers nothing
+    again.
     """
     if rank0_only and writeback:
         msg = (
@@ -248,27 +248,27 @@ def summon_full_params(
 
 
 def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
-    """Call `fn` on each module in it and on itself, with whole parameters; as ``Module.apply``.
+    """Call `fn` with whole parameters on `module` and all modules in it, like ``Module.apply``.
 
-    What fairscale's and FSDP1's ``apply(init_fn)`` do. The order is that of ``nn.Module.apply``,
-    children first, so one seed on all ranks gives the parameters that a plain model gets. The
-    parameters of a group are whole from the first of its modules that holds one to the module that
-    `fully_shard` was called on; what each rank wrote is cut back to its shard then, as by
-    `summon_full_params`. A module inside of the group's sees parameters of other groups sharded.
+    It does what ``apply(init_fn)`` of fairscale and FSDP1 does. The order is that of
+    ``nn.Module.apply``, children first, so one seed on all ranks gives the parameters that a plain
+    model gets. The parameters of a group are whole from the first of its modules that holds one to
+    the module that `fully_shard` was called on. Then each rank keeps its piece of what it wrote, as
+    in `summon_full_params`. A module inside the group sees parameters of other groups sharded.
 
     Args:
-        module: Sharded, or with sharded modules in it. Parameters on the meta device need memory
-            first (``to_empty``).
-        fn: Changes the module's parameters in place or replaces them by others of their shapes.
-            All ranks must do the same, with one seed.
+        module: A sharded module, or one with sharded modules in it. Parameters on the meta device
+            need memory first (``to_empty``).
+        fn: Function that changes the module's parameters in place, or replaces them by others of
+            their shapes. All ranks must do the same, with one seed.
 
     Returns:
         `module`.
 
     Raises:
-        StateError: As `summon_full_params`.
+        StateError: For the reasons that `summon_full_params` gives.
 
-    Cost: one all-gather per bucket in storage dtype. Memory: one group, beside the groups of the
+    Cost: one all-gather per bucket in storage dtype. Memory: one group, and the groups of the
     modules around it of which `fn` has seen a part.
     """
     groups = _groups_to_show(module, recurse=True)
@@ -292,7 +292,7 @@ def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
 
 
 def _groups_to_show(module: nn.Module, *, recurse: bool) -> list[ParamGroup]:
-    """Return groups, and refuse parameters that belong to none of them."""
+    """Return the groups to show; refuse parameters that belong to none of them."""
     every = list(groups_in(module, recurse=True))
     known = {id(param) for group in every for b in group.buckets for param in b.sharded}
     for name, param in module.named_parameters():
@@ -308,7 +308,7 @@ def _groups_to_show(module: nn.Module, *, recurse: bool) -> list[ParamGroup]:
 
 
 def _outermost_groups(module: nn.Module) -> Iterator[ParamGroup]:
-    """Yield the group of a module; if it has none, as a root may, those of modules in it."""
+    """Yield the group of a module; if it has none, as a root may, the groups of modules in it."""
     own = groups_in(module, recurse=False)
     yield from own
     for child in module.children() if not own else ():
@@ -316,7 +316,7 @@ def _outermost_groups(module: nn.Module) -> Iterator[ParamGroup]:
 
 
 def _post_order(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules as ``nn.Module.apply`` comes to them; they may have methods of this name."""
+    """Yield modules in the order of ``nn.Module.apply``; they may override that method."""
     for child in module.children():
         yield from _post_order(child)
     yield module
@@ -335,7 +335,7 @@ def _span(order: list[nn.Module], group: ParamGroup) -> tuple[int, int]:
 
 
 def _check_idle(module: nn.Module, groups: Iterable[ParamGroup], what: str) -> None:
-    """Refuse to show what a step uses, or what cannot be shown; clean up after errors."""
+    """Refuse parameters that a step uses or that cannot be shown; clean up after errors."""
     if torch_autograd.in_backward():
         msg = f"{what} was called in a backward. Call it between steps."
         raise StateError(msg)
@@ -358,7 +358,7 @@ def _check_idle(module: nn.Module, groups: Iterable[ParamGroup], what: str) -> N
 
 @contextlib.contextmanager
 def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
-    """Show the whole parameters of a group, unless a block around this one does."""
+    """Show the whole parameters of a group, unless a block around this one shows them."""
     if group.summoned is not None:
         options.check_inside(group.summoned, group.name)
         yield
@@ -370,13 +370,13 @@ def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
             runtime.reshard(group)
         group.refresh()
     if runtime is not None:
-        runtime.gathers.wait(group)  # It reads the shard, which may be written below.
+        runtime.gathers.wait(group)  # The gather reads the shard, which may be written below.
     was_visible = [bucket.sites.is_visible for bucket in group.buckets]
     keep = not options.rank0_only or group.mesh.rank == group.mesh.ranks[0]
     with contextlib.ExitStack() as stack:
         for bucket in group.buckets:
             stack.callback(WholeBucket(bucket, options, keep=keep).hide)
-        if runtime is not None:  # Shards on the host may be written: what was issued has read them.
+        if runtime is not None:  # Shards on the host may be written: all issued reads are done.
             stack.callback(runtime.gathers.settle_host_reads)
         group.summoned = options
         stack.callback(setattr, group, "summoned", None)

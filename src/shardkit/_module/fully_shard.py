@@ -1,4 +1,4 @@
-"""`fully_shard`: the order in which it does things; methods other than forward that gather."""
+"""`fully_shard` and the order of its steps; methods other than forward that gather parameters."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 
 class ForwardMethod:
-    """Stands in for a module's method and runs it as a forward of the module.
+    """Stand-in for a module's method, which runs the method as a forward of the module.
 
-    An object rather than a closure, so that deep copies and pickles of the module get their own.
+    It is an object and not a closure, so that deep copies and pickles of the module get their own.
     """
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
@@ -55,9 +55,9 @@ class ForwardMethod:
         self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method while the module's parameters are the unsharded ones."""
+        """Call the method while the module's parameters are unsharded."""
         state = get_state(self._module)
-        if state is None:  # Of a copy that holds no shards.
+        if state is None:  # The module is a copy that holds no shards.
             return self._method(*args, **kwargs)
         return state.run_method(self._method, args, kwargs)
 
@@ -65,26 +65,27 @@ class ForwardMethod:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method of a sharded module use its parameters as forward does.
 
-    For what is called from outside and is not forward, such as ``generate`` of an encoder-decoder
-    model, whose encoder it calls by itself. Within the method the module's own parameters are
-    unsharded, and modules inside are gathered and freed as usual; when it returns, all is as after
-    a forward. It may call the module's forward, any number of times: the module's own parameters
-    are gathered once. All ranks must call it, and in it the same modules in the same order:
+    Use it for a method that is called from outside, such as ``generate`` of an encoder-decoder
+    model, which calls the encoder by itself. Within the method the module's own parameters are
+    unsharded, and modules inside are gathered and freed as usual. When the method returns, the
+    module is in the state that it has after a forward. The method may call the module's forward
+    any number of times: the module's own parameters are gathered once. All ranks must call the
+    method, and in it the same modules in the same order:
 
         fully_shard(model)
         register_fsdp_forward_method(model, "generate")
 
-    Inputs and outputs are cast as those of forward are. Register after `fully_shard`; a module
-    that is not sharded is left alone, so that one script runs with and without sharding.
+    Inputs and outputs are cast as those of forward. Call this after `fully_shard`. It does nothing
+    to a module that is not sharded, so that one script runs with and without sharding.
 
     Args:
         module: The module that `fully_shard` was called on.
         method_name: Name of one of its methods.
 
     Raises:
-        StateError: It has no such method.
+        StateError: The module has no such method.
 
-    Cost: as one forward, besides what the method calls.
+    Cost: that of one forward, plus what the method calls.
     """
     if get_state(module) is None:
         return
@@ -144,9 +145,10 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
-    All parameters in `module` that no earlier call took form one group: gathered by one
-    all-gather just before the module's forward (and again before its backward), freed after, their
-    gradients averaged by one reduce-scatter. So call it on the layers first, then on the root:
+    All parameters in `module` that no earlier call took form one group. One all-gather gathers
+    them just before the module's forward (and again before its backward), and they are freed after
+    it. One reduce-scatter averages their gradients. So call it on the layers first, then on the
+    root:
 
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
@@ -154,64 +156,67 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
 
     The user's own Parameter objects become the sharded ones (`ShardedTensor`): an optimizer, its
     parameter groups and every other reference made before this call stay valid. All ranks must
-    hold equal parameters when they call it; nothing is sent.
+    hold equal parameters when they call it. The call sends nothing.
 
     Parameters on the meta device are sharded there, so that no rank ever holds the whole model.
     Give them memory and values afterwards: by `materialize` or `shardkit.checkpoint.load_full`; by
     ``model.to_empty(device=...)``, then ``nn.init`` and each module's ``reset_parameters()``; or by
     ``load_state_dict`` (with ``assign=True`` also without `to_empty`). Where layers have memory
-    from the start, call this on each as soon as it is made: the whole parameters are freed at once.
+    from the start, call this on each layer as soon as it is made: it frees the whole parameters.
 
-    Parameters that are DTensors on another axis of the mesh (``parallelize_module``, which goes
-    first) stay split over that axis and are sharded over this one. Their objects are replaced: make
-    the optimizer after this call.
+    Parameters that are DTensors on another axis of the mesh stay split over that axis, and are
+    sharded over this one; call ``parallelize_module`` before this. Their Parameter objects are
+    replaced: make the optimizer after this call.
 
     Args:
         module: Module with a forward and its parameters on the mesh's device. Or a list of modules:
             they form one group, which is gathered when the first of them runs and freed when all
-            have run, or the root's forward ends; for small modules, and for experts that ranks
-            choose among. Without a sharded module around them each one's forward is a root's.
-        mesh: 1-D: shard over it. 2-D: replicate over the first axis, shard over the second (hybrid
-            sharding). shardkit's or torch's; None: all ranks, 1-D.
-        mp_policy: Dtypes of compute, communication and outputs. FSDP2's is understood.
+            have run, or the root's forward ends. A list suits small modules, and experts that ranks
+            choose among. If no sharded module is around them, each of them runs as a root.
+        mesh: Mesh of shardkit or of torch. 1-D: shard over it. 2-D: replicate over the first axis,
+            shard over the second (hybrid sharding). None: all ranks, 1-D.
+        mp_policy: Dtypes of compute, communication and outputs. FSDP2's policy works as well.
         reshard_after_forward: Choice of memory after forward. True: free the unsharded parameters
-            after forward, gather again for backward (ZeRO-3). False: keep them from forward to
-            backward (ZeRO-2). None: False for the root, True for others. A number n that divides
-            the shard axis: between forward and backward each rank keeps 1/n of them, and backward
-            gathers from n neighbouring ranks, such as those of one host.
-        shard_placement_fn: Function of each parameter that says where it lies. None: over `mesh`.
-            A ``Shard(dim)``: the same; the dim has no effect, since a piece is a flat range. A mesh
-            (1-D or 2-D as `mesh`), or FSDP2's ``ShardPlacementResult``: over that one, such as
-            the ranks that hold the same experts. ``Replicate()``, torch's or shardkit's: each rank
-            of `mesh` holds it whole, and its gradient is all-reduced. All of these are one group.
-            A gradient is divided by the number of ranks of its parameter's mesh, as FSDP2 does,
-            if `set_gradient_divide_factor` does not say otherwise.
+            after forward, and gather them again for backward (ZeRO-3). False: keep them from
+            forward to backward (ZeRO-2). None: False for the root, True for other modules. A
+            number n that divides the size of the shard axis: between forward and backward each
+            rank keeps 1/n of them, and backward gathers from n neighbouring ranks, such as those
+            of one host.
+        shard_placement_fn: Function that takes a parameter and returns where it lies. None: sharded
+            over `mesh`. A ``Shard(dim)``: the same; the dim has no effect, since a piece is a flat
+            range. A mesh (1-D or 2-D like `mesh`), or FSDP2's ``ShardPlacementResult``: sharded
+            over that mesh, such as the ranks that hold the same experts. ``Replicate()`` of torch
+            or shardkit: each rank of `mesh` holds the parameter whole, and its gradient is
+            all-reduced. All of these parameters are one group. A gradient is divided by the number
+            of ranks of its parameter's mesh, as FSDP2 does, unless `set_gradient_divide_factor`
+            says otherwise.
         offload_policy: `CPUOffloadPolicy`: shards, gradients and optimizer state on the host.
-            FSDP2's is understood.
-        ignored_params: Left as they are: not sharded, not gathered, gradients not averaged.
-        dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. `mesh` is then that of DTensors, which all
-            parameters are, replicated over the axes that this names: they are sharded over those
-            in `shard` (several as one), and replicated over those in `replicate`. Parameters for
-            which `shard_placement_fn` returns a ``ShardPlacementResult`` may be DTensors on another
-            mesh, with dims of its own. None: `mesh` is the one to shard over.
+            FSDP2's policy works as well.
+        ignored_params: Parameters to leave alone: they are not sharded or gathered, and their
+            gradients are not averaged.
+        dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. Then all parameters are DTensors, `mesh` is
+            their mesh, and they are replicated over the axes that this names. They are sharded over
+            the axes in `shard` (several count as one), and replicated over those in `replicate`.
+            Parameters for which `shard_placement_fn` returns a ``ShardPlacementResult`` may be
+            DTensors on another mesh, with dims of its own. None: `mesh` is the one to shard over.
 
     Returns:
-        `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own. For
-        type checkers and editors it is an `FSDPModule`.
+        `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its former
+        class. For type checkers and editors it is an `FSDPModule`.
 
     Raises:
-        WrapError: A module without forward, wrapped twice, a parameter on another device, with
-            sparse gradients, a DTensor with other placements than Shard and Replicate, one that
-            another group holds in another place (tied weights), or that cannot be exchanged in
-            place. The module is as it was.
-        MeshError: No process group, a mesh that does not hold this rank, more than two axes, or one
-            that shares an axis with the mesh of a DTensor. A mesh of a single parameter that is
-            none of these, or for a plain parameter not a part of `mesh`.
+        WrapError: A module has no forward or is wrapped twice. Or a parameter is on another device,
+            has sparse gradients, is a DTensor with other placements than Shard and Replicate, is
+            held by another group in another place (tied weights), or cannot be exchanged in place.
+            The module is as it was.
+        MeshError: There is no process group, or the mesh does not hold this rank, has more than two
+            axes, or shares an axis with the mesh of a DTensor. The same holds for the mesh of a
+            single parameter, which must be a part of `mesh` if the parameter is a plain one.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
     `param_dtype` twice (once without resharding), reduce-scatter of ``P`` of `reduce_dtype`,
     m times. Memory per rank: ``1/N`` of parameters, gradients and optimizer state. Where modules in
-    it lack an axis of replicas of `mesh`: once an all-reduce of 16 bytes on each axis.
+    `module` lack an axis of replicas of `mesh`: one all-reduce of 16 bytes on each axis, once.
     Source: ZeRO-3, arXiv:1910.02054; PyTorch FSDP2.
     """
     modules = _modules_of(module)
@@ -268,7 +273,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
 
 
 def _modules_of(module: Any) -> list[nn.Module]:
-    """Return the modules to shard together, without those that are inside of others."""
+    """Return the modules to shard together, without modules that are inside another of them."""
     if not isinstance(module, (list, tuple)):
         return [module]
     if not module:
@@ -287,9 +292,9 @@ def _modules_of(module: Any) -> list[nn.Module]:
 def device_type_of(found: list[ParamEntry], offload: OffloadPolicy) -> str:
     """Return the device type of the default mesh.
 
-    Parameters on the host are sharded over the accelerator if the default process group has an
-    engine for it, as FSDP2 does; without one, on gloo alone, and where shardkit has started that
-    group for a mesh of the CPU, they stay there.
+    As with FSDP2, parameters on the host are sharded over the accelerator if the default process
+    group has an engine for it. They stay on the host if there is no such group, if it has gloo
+    alone, or if shardkit has started it for a mesh of the CPU.
     """
     types = [item.param.device.type for item in found]
     type_ = next((each for each in types if each != "meta"), None)
@@ -300,9 +305,9 @@ def device_type_of(found: list[ParamEntry], offload: OffloadPolicy) -> str:
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers of `module`, not those of sharded modules in it.
+    """Cast the floating-point buffers of `module`, but not those of sharded modules in it.
 
-    The objects stay: modules may share them, also with those of another group.
+    The buffer objects stay the same: modules may share them, also with modules of another group.
     """
     for child in module.modules():
         if child is not module and get_state(child) is not None:

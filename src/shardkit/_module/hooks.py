@@ -1,7 +1,7 @@
 """Module hooks: from a module's forward to the runtime's events.
 
-One `ModuleState` per `fully_shard` call, kept on its module; the hooks are its bound methods and
-hold no state of their own.
+Each `fully_shard` call puts one `ModuleState` on its module. The hooks are bound methods of that
+object and hold no state of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MIB = 2**20
 _num_installed = 0
 _NOTHING = contextlib.nullcontext()
 _NEAR = 12
-"""Frames within which `functional_call` calls a root: it, or a model around it."""
+"""Frames in which `functional_call` calls a root or a model around it."""
 
 
 def get_state(module: nn.Module) -> ModuleState | None:
@@ -66,24 +66,24 @@ class _OpenForward:
     """A forward of a module that has begun."""
 
     record: ForwardRecord | None  # The record of its group, if there may be a backward.
-    is_root: bool  # Whether it is the outermost one.
-    is_recompute: bool  # Whether it runs inside backward.
-    handled: BaseException | None  # The exception that the caller was handling when it began.
+    is_root: bool  # Whether the forward is the outermost one.
+    is_recompute: bool  # Whether the forward runs inside backward.
+    handled: BaseException | None  # The exception that the caller was handling at the start.
     # Frame that called the hook, if `is_root`: on the stack as long as the forward runs.
     frame: types.FrameType | None
 
 
 class ModuleState:
-    """What `fully_shard` knows about one module.
+    """State that `fully_shard` keeps of one module.
 
     Attributes:
         module: The module.
         group: The group of its parameters, or None if there were none left to take.
         policy: Dtypes.
-        runtime: Shared by all groups of the root; made at the root's first forward.
+        runtime: Runtime that all groups of the root share; made at the root's first forward.
         settings: The choices of users, in effect if this is the root.
         share: Another root whose streams and memory this one uses.
-        emptied: Buffers that got memory by a conversion of this module, and no values.
+        emptied: Buffers that a conversion of this module gave memory but no values.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class ModuleState:
         self.module.register_forward_hook(self.post_forward, always_call=True)
 
     def finish_step(self) -> None:
-        """A pipeline whose stage this is has run the last backward of a step."""
+        """Finish the step; a pipeline calls this after the last backward of its stage."""
         if self.runtime is not None:
             self.runtime.finish_step()
 
     def without_own_hooks(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return attributes of the module without this state and what it installed."""
         dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
-        own = {  # Also what a pipeline calls.
+        own = {  # With the method that a pipeline calls.
             key
             for hooks in dicts.values()
             for key, hook in hooks.items()
@@ -136,8 +136,8 @@ class ModuleState:
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it; None if none has a parameter.
 
-        Modules of a list share a group, so those outside of it belong to the same runtime. A
-        forward of one of them is a root's, too.
+        Modules of a list share a group, so modules of the list outside of this one belong to the
+        same runtime. A forward of one of them is a root's, too.
         """
         roots, states, groups = _contents_of(self.module)
         if not groups:
@@ -156,7 +156,7 @@ class ModuleState:
         groups += awaited
         runtime = Runtime(groups, self.settings, share)
         note_groups(groups)
-        before = self.runtime  # Which the loop may take from this module, too.
+        before = self.runtime  # The loop below may take it from this module, too.
         if before is not None:
             runtime.optimizer_event = before.optimizer_event
             before.optimizer_event = None
@@ -164,7 +164,7 @@ class ModuleState:
             for module in _modules_in(itertools.chain.from_iterable(gone)):
                 left = get_state(module)
                 if left is not None and left.runtime is before:
-                    left.runtime = None  # A root of its own, if it runs again.
+                    left.runtime = None  # The module is a root of its own if it runs again.
         for group in filter(groups.__contains__, entered):
             runtime.reductions.order.enter_forward(group.index)
         if self.runtime is None and groups[0].mesh.is_first_rank:
@@ -175,21 +175,21 @@ class ModuleState:
         return runtime
 
     def _gone_and_awaited(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
-        """Return groups that are not among these any more, and whose backward may still come."""
+        """Return groups of the runtime that are not in `groups` and may still run a backward."""
         if self.runtime is None:
             return []
         awaits = self.runtime.schedule.awaits_backward
         return [g for g in self.runtime.groups if g not in groups and awaits(g.index)]
 
     def _note_groups(self, roots: Sequence[nn.Module], *, is_settled: bool) -> None:
-        """Know what is in this root now; look again at the next forward if it is not settled."""
+        """Note which groups are in this root; unless settled, the next forward looks again."""
         self._num_known = _num_installed if is_settled else -1
         self._children = _children_with_groups(roots, self._children)
 
     def _follow_changes(self) -> None:
-        """Make the root anew if sharded modules came into it, or went out, since the last forward.
+        """Make the root anew if sharded modules were added or removed since the last forward.
 
-        Memory of what was taken out would stay as long as the root else.
+        Otherwise the memory of removed modules would live as long as the root.
         """
         for children, known in self._children:
             if tuple(children.values()) != known:
@@ -207,7 +207,7 @@ class ModuleState:
             self.make_runtime()
 
     def name_params(self, groups: Iterable[ParamGroup], roots: Sequence[nn.Module]) -> None:
-        """Give every parameter and group its name as seen from the root; several have numbers."""
+        """Name every parameter and group as seen from the root; number the roots if several."""
         names: dict[int, str] = {}
         modules: dict[int, str] = {}
         for number, root in enumerate(roots):
@@ -232,7 +232,7 @@ class ModuleState:
     def pre_forward(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the group, cast the inputs, watch those that require gradients."""
+        """Unshard the group, cast the inputs, and watch inputs that require gradients."""
         runtime = self.runtime or self.make_runtime()
         policy = self.policy
         is_recompute = runtime is not None and torch_autograd.in_backward()
@@ -261,7 +261,7 @@ class ModuleState:
             is_told = not self.group.is_local and not torch_tensors.in_function_transform()
             if record is not None and is_told:
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
-        # Not this frame: it would hold itself.
+        # Not the frame of this function, which would then hold itself.
         caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
         self._open.append(_OpenForward(record, is_root, is_recompute, sys.exception(), caller))
         return args, kwargs
@@ -276,17 +276,17 @@ class ModuleState:
             state.emptied.clear()
 
     def note_emptied(self, conversion: NotedConversion) -> None:
-        """Know buffers that got memory, and no values, by a conversion of the module."""
+        """Note buffers that a conversion of the module gave memory but no values."""
         emptied = conversion.emptied()
         if emptied:
             self.emptied += emptied
             self._has_values = False
 
     def _starts_pass(self, runtime: Runtime) -> bool:
-        """Whether a forward of this module is a root's, not one inside another.
+        """Whether a forward of this module is that of a root and not inside another forward.
 
-        A root that is entered again while its pass is open calls itself, or the pass ended in an
-        exception: then the caller of the first one is not on the stack any more.
+        If a root is entered again while its pass is open, either it calls itself, or the pass ended
+        in an exception. In the second case the caller of the first forward has left the stack.
         """
         if runtime.pass_root is None:
             return True
@@ -326,9 +326,9 @@ class ModuleState:
 
     @torch_modules.untraced
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
-        """Hook the outputs for backward, reshard, cast the outputs.
+        """Hook the outputs for backward, reshard, and cast the outputs.
 
-        Also called when an exception ends the forward.
+        It is also called when an exception ends the forward.
         """
         if not self._open:
             self._abandon_trace()  # An exception ended `pre_forward`.
@@ -364,7 +364,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def _abandoning_trace(self) -> Iterator[None]:
-        """Close the pass after an error in here: this hook is not called again."""
+        """Close the pass after an error in this hook, which is not called again."""
         try:
             yield
         except BaseException:
@@ -382,7 +382,7 @@ class ModuleState:
         args, kwargs = self.pre_forward(self.module, args, kwargs)
         record = self._open[-1].record
         if record is not None:
-            record.may_lack_outputs = True  # As `generate` does, which returns tokens.
+            record.may_lack_outputs = True  # For example `generate`, which returns tokens.
         try:
             output = method(*args, **kwargs)
         except BaseException:
@@ -392,7 +392,7 @@ class ModuleState:
 
 
 def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    """Log what is sharded, how, and what that holds at most: the first forward of a root begins."""
+    """Log what is sharded, how, and its peak memory, when the first forward of a root begins."""
     if not _logger.isEnabledFor(logging.INFO):
         return
     buckets = [bucket for group in groups for bucket in group.buckets]
@@ -431,28 +431,28 @@ def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
         dtypes("param_dtype"),
         dtypes("reduce_dtype"),
         (sum(bucket.store.shard_nbytes for bucket in buckets) + trained) / _MIB,
-        (kept + sum(freed[-2:])) / _MIB,  # What is freed: one that computes, one that is gathered.
+        (kept + sum(freed[-2:])) / _MIB,  # Two freed groups: one computes, one is gathered.
     )
 
 
 def _contents_of(
     module: nn.Module,
 ) -> tuple[list[nn.Module], list[ModuleState], list[ParamGroup]]:
-    """Return what is in a root: `_with_lists`, the states of modules in these, their groups."""
+    """Return the contents of a root: modules (`_with_lists`), their states and their groups."""
     roots = _with_lists(module)
     states = [s for m in _modules_in(roots) if (s := get_state(m)) is not None]
     return roots, states, list(dict.fromkeys(s.group for s in states if s.group is not None))
 
 
 def _with_lists(module: nn.Module) -> list[nn.Module]:
-    """Return a module, and modules outside of it that are in one group with modules in it.
+    """Return a module, and modules outside of it that share a group with modules in it.
 
-    Those of its own group come in the order of the list, whichever of them ran first.
+    Modules of its own group come in the order of the list, whichever of them ran first.
     """
     own = get_state(module)
     roots = [module] if own is None or own.group is None else list(own.group.modules)
     inside = set(_modules_in(roots))
-    for root in roots:  # Grows meanwhile.
+    for root in roots:  # The list grows meanwhile.
         for inner in root.modules():
             state = get_state(inner)
             others = () if state is None or state.group is None else state.group.modules
@@ -464,13 +464,13 @@ def _with_lists(module: nn.Module) -> list[nn.Module]:
 
 
 _Children = tuple[dict[str, nn.Module | None], tuple[nn.Module | None, ...]]
-"""Where a module keeps its children, and which they were."""
+"""The dict where a module keeps its children, and the children that were in it."""
 
 
 def _children_with_groups(
     roots: Iterable[nn.Module], known: Sequence[_Children] = ()
 ) -> list[_Children]:
-    """Return the children of each module in which a child has groups, or had some before."""
+    """Return the children of each module that has a child with groups now or had one before."""
     before = {id(children) for children, _ in known}
     found: list[_Children] = []
     seen: dict[nn.Module, bool] = {}
@@ -493,12 +493,12 @@ def _children_with_groups(
 
 
 def _modules_in(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    """Return modules and those in them, each once."""
+    """Return modules and the modules in them, each once."""
     return dict.fromkeys(inner for root in roots for inner in root.modules())
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return what casts floating-point tensors."""
+    """Return a function that casts floating-point tensors."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

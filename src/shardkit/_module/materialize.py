@@ -1,10 +1,10 @@
 """`materialize`: memory and values for a model on the meta device, module by module.
 
 [Note: whole for a moment]
-A module is initialized while it holds whole, plain parameters, as it does without sharding: so
-whatever its initialization does is right, also what reads values. Each rank draws all of them,
-keeps its pieces, and lets the whole ones go before the next module's turn. The pieces of all groups
-get their memory before that: what stays is not mixed with what goes, which would leave holes.
+A module is initialized while it holds whole, plain parameters, as it does without sharding. So any
+initialization works, also one that reads values. Each rank draws whole parameters, keeps its
+pieces, and frees the rest before the next module's turn. The pieces of all groups get their memory
+before that: memory that stays is not mixed with memory that is freed, which would leave holes.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ if TYPE_CHECKING:
 # --- initializers ---------------------------------------------------------------------------------
 
 _OWN = ("reset_parameters", "_reset_parameters", "init_weights")
-"""Methods of a module that give values to its own parameters; the first of them is called."""
+"""Methods of a module that give values to its own parameters; the first that exists is called."""
 
 _OF_BUFFERS = ("reset_buffers", "rope_init")
-"""Methods of a module that compute its buffers, as torchtune's do; called after the first kind."""
+"""Methods of a module that compute its buffers, as in torchtune; called after one of `_OWN`."""
 
 _OF_MODEL = "_init_weights"
 """A model's method that initializes a module inside it, as in transformers and timm."""
 
 _OF_ROTARY = "rope_init_fn"
-"""What makes a table of rotary positions of a config, in modules of transformers before 5.0."""
+"""Function that makes a table of rotary positions from a config, in transformers before 5.0."""
 
 _TABLE, _FIRST_TABLE = "inv_freq", "original_inv_freq"
-"""Where such a module keeps the table, and the one that it began with."""
+"""Buffers where such a module keeps the table, and the table that it began with."""
 
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(slots=True, eq=False)
 class InitializedModule:
-    """A module with the tensors that it holds itself."""
+    """A module, and the tensors that it holds itself."""
 
     name: str
     module: nn.Module
-    # The module, and containers of parameters in it: those are no units.
+    # The module, and containers of parameters in it, which are no units.
     holders: list[nn.Module]
-    # What gives it values, as calls one after another: the first that writes all is enough.
+    # Lists of calls that give it values; the first list that writes all of them is enough.
     initializers: list[list[Callable[[], object]]]
 
 
 def units_of(
     model: nn.Module, init_fn: Callable[[nn.Module], object] | None = None
 ) -> Iterator[InitializedModule]:
-    """Yield the modules in the order of `nn.Module.apply`, each once: those inside come first."""
+    """Yield modules in the order of `nn.Module.apply`, each once: inner modules come first."""
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module, owner: nn.Module | None) -> Iterator[InitializedModule]:
@@ -102,10 +102,10 @@ def _with_containers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[list[Callable[[], object]]]:
-    """Yield what to try.
+    """Yield the ways to initialize a module, in the order to try them.
 
-    A model's own way comes first. Modules that it says nothing about have the values of their
-    constructors, as in the plain model. Last come tables of rotary positions.
+    The model's own method comes first. Modules that it leaves alone get the values of their
+    constructors, as in the plain model. Tables of rotary positions come last.
     """
     # `init_weights` of a model with `_init_weights` initializes all modules in it.
     ways = _OWN[:-1] if module is owner else _OWN
@@ -124,7 +124,7 @@ def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[list[Calla
 
 
 def _compute_rotary_table(module: Any) -> None:
-    """Have a module of transformers compute the frequencies of rotary positions again."""
+    """Let a module of transformers compute the frequencies of rotary positions again."""
     table = getattr(module, _OF_ROTARY)(module.config)[0]
     for name in (_TABLE, _FIRST_TABLE):
         if name in module._buffers:  # noqa: SLF001
@@ -132,7 +132,7 @@ def _compute_rotary_table(module: Any) -> None:
 
 
 def _takes(module: nn.Module, name: str, num_args: int) -> bool:
-    """Whether a module has a method that can be called with so many arguments, and needs them."""
+    """Whether a module has a method that needs exactly `num_args` arguments."""
     method = getattr(type(module), name, None) and getattr(module, name)
     if not callable(method):
         return False
@@ -147,7 +147,7 @@ _UNWRITTEN_BYTE = 0xA5
 
 
 def mark_unwritten(tensor: Tensor) -> None:
-    """Fill a new tensor with what no initialization writes."""
+    """Fill a new tensor with a value that no initialization writes."""
     if _may_be_nan(tensor):
         tensor.fill_(torch.nan)
     else:
@@ -155,16 +155,16 @@ def mark_unwritten(tensor: Tensor) -> None:
 
 
 def is_unwritten(tensor: Tensor) -> bool:
-    """Whether a parameter has an element that was not written, or nothing of a buffer was."""
+    """Whether an element of a parameter, or the whole of a buffer, was never written."""
     if tensor.numel() == 0:
         return False
     values = tensor.detach()
     if not _may_be_nan(tensor):
         if not values.is_contiguous():
-            return False  # Another tensor than the one that was marked.
+            return False  # It is not the tensor that was marked.
         return bool((values.view(-1).view(torch.uint8) == _UNWRITTEN_BYTE).all())
     if not values.sum().isnan():
-        return False  # Needs no memory; else it may also be the sum of infinities.
+        return False  # This test needs no memory. A NaN may also be the sum of infinities.
     unwritten = values.isnan()
     return bool(unwritten.any() if isinstance(tensor, nn.Parameter) else unwritten.all())
 
@@ -176,18 +176,18 @@ def _may_be_nan(tensor: Tensor) -> bool:
 
 # --- stand-ins for the time of an initialization --------------------------------------------------
 #
-# [Note: memory for one operator] A module may initialize what modules inside hold, as
-# `nn.Transformer` does for a whole model. So its stand-ins for their tensors have a storage
-# without memory. A function of torch that gets one, or a view of it, finds the values there. The
-# next function that gets another one lets them go, to where they belong. So one tensor is whole
-# at a time, however many the module writes.
+# [Note: memory for one operator] A module may initialize tensors of modules inside, as
+# `nn.Transformer` does for a whole model. So the stand-ins for these tensors have a storage
+# without memory. When a function of torch gets a stand-in, or a view of it, the values are loaded.
+# When a later function gets another stand-in, they are taken to their tensor, and the memory is
+# freed. So one tensor is whole at a time, however many the module writes.
 
 # fmt: off
 _OVERWRITES = frozenset((
     "normal_", "uniform_", "fill_", "zero_", "copy_", "constant_", "kaiming_uniform_",
     "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_",
 ))
-"""Functions after which nothing of their first argument is left."""
+"""Functions that overwrite the whole of their first argument."""
 
 _LOOKS = frozenset((
     "__get__", "__set__", "__len__", "__hash__", "dim", "ndimension", "size", "stride", "numel",
@@ -196,20 +196,20 @@ _LOOKS = frozenset((
     "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "zeros_like", "ones_like",
     "full_like", "rand_like", "randn_like",
 ))
-"""Functions that read no values of their first argument, and do not ask for the size of memory."""
+"""Functions that do not read values of their first argument or the size of its memory."""
 
 _STRIDED = frozenset(("T", "mT", "H", "mH", "real", "imag"))
-"""Attributes that torch makes only where there is memory."""
+"""Attributes that torch computes only for tensors with memory."""
 # fmt: on
 
 _LEAKS = frozenset(["numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"])
-"""Functions whose results lead to the memory past torch."""
+"""Functions whose results give access to the memory without torch."""
 
 _PLAIN = (Tensor, int, float, complex, bool, str, torch.dtype, torch.device, torch.layout)
 
 
 class _Place(NamedTuple):
-    """Where a module holds a tensor."""
+    """Place where a module holds a tensor."""
 
     holder: nn.Module
     tensors: dict[str, Any]  # Its parameters, or its buffers.
@@ -217,10 +217,10 @@ class _Place(NamedTuple):
     tensor: Tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Let the module hold a tensor, past the checks of `setattr`."""
+        """Let the module hold a tensor, without the checks of `setattr`."""
         self.tensors[self.attribute] = tensor
         if isinstance(self.holder, nn.RNNBase) and isinstance(tensor, nn.Parameter):
-            setattr(self.holder, self.attribute, tensor)  # It keeps a list of its weights as well.
+            setattr(self.holder, self.attribute, tensor)  # An RNN also has a list of its weights.
 
 
 def _places_in(holders: Iterable[nn.Module]) -> Iterator[_Place]:
@@ -234,31 +234,30 @@ def _places_in(holders: Iterable[nn.Module]) -> Iterator[_Place]:
 
 @dataclass(slots=True, eq=False)
 class _Loan:
-    """A tensor, and what stands in for it."""
+    """A tensor and its stand-in."""
 
     name: str  # The name of the tensor in the model.
     target: Tensor  # The tensor.
     stand_in: Tensor  # The tensor that modules hold in its place.
-    whole: Tensor  # Shares the memory of `stand_in`, whatever becomes of that.
+    whole: Tensor  # A tensor on the memory of `stand_in`, even if the module replaces `stand_in`.
     storage: torch.UntypedStorage  # The memory of both.
     is_loaded: bool = False  # Whether the memory is there.
-    is_pinned: bool = False  # Whether somebody may reach the memory past torch's functions.
+    is_pinned: bool = False  # Whether code may reach the memory without torch's functions.
 
 
 class StandIns(TorchFunctionMode):
-    """A context in which a module and those inside hold plain tensors, in the place of their own.
+    """A context in which a module and modules inside hold plain tensors in place of their own.
 
-    The module's own tensors that have no values are whole from the start. Others have memory where
-    they are touched, see the note; on XLA they stay, since tensors have no storages there. On exit
-    modules hold their own tensors again.
+    The module's own tensors without values are whole from the start. Other tensors get memory when
+    they are touched, see the note. On XLA they keep it, since tensors have no storages there. On
+    exit modules hold their own tensors again.
 
     Args:
         unit: The module.
         device: The device of the stand-ins.
         pending: The tensors that have no values yet, by id.
-        take: A function that is called with the name, the tensor and its values, where they may
-            have been written. What it is not to keep it leaves out. The values are let go after the
-            call.
+        take: A function that is called with the name, the tensor and its values, if these may have
+            been written. It decides which values to keep. Their memory is freed after the call.
     """
 
     def __init__(
@@ -309,12 +308,12 @@ class StandIns(TorchFunctionMode):
         return self
 
     def results(self) -> dict[int, Tensor]:
-        """Return what the module holds, by the id of its own tensor."""
+        """Return the tensors that the module holds now, by the ids of its own tensors."""
         held = [(id(place.tensor), place.tensors.get(place.attribute)) for place in self._own]
         return {key: found for key, found in held if found is not None}
 
     def unwritten(self) -> set[int]:
-        """Return the ids of the module's tensors that have no values still."""
+        """Return the ids of the module's tensors that still have no values."""
         wanted = [(key, found) for key, found in self.results().items() if key in self._pending]
         return {key for key, found in wanted if found.is_meta or is_unwritten(found)}
 
@@ -341,12 +340,12 @@ class StandIns(TorchFunctionMode):
             self._stand_ins.clear()
             while self._loans:
                 loan = self._loans.popitem()[1]
-                # What somebody still holds of it may be printed: it needs some memory.
+                # Code that still holds the stand-in may print it, which needs some memory.
                 if not loan.is_loaded and not loan.is_pinned:
                     loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
 
     def _settle(self, loan: _Loan, found: Tensor) -> None:
-        """Take over what the initialization has put in the place of a stand-in."""
+        """Take over the tensor that the initialization put in the place of a stand-in."""
         if found.untyped_storage() is not loan.storage and not found.is_meta:
             self._load_for("", (found,))
             self._take(loan.name, loan.target, found.detach().clone())
@@ -358,7 +357,7 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function on values."""
+        """Run a function of torch, with the values of stand-ins loaded."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -371,7 +370,7 @@ class StandIns(TorchFunctionMode):
         return result
 
     def _load_for(self, name: str, given: tuple[Any, ...]) -> list[_Loan]:
-        """Have the values of the tensors that a function gets, and no others."""
+        """Load the values of the tensors that a function gets, and free all others."""
         tensors = [*iter_tensors(given, depth=0)]
         touched = {id(loan): loan for loan in map(self._loan_of, tensors) if loan is not None}
         if not touched:
@@ -383,7 +382,7 @@ class StandIns(TorchFunctionMode):
             if loan.is_loaded:
                 continue
             is_alone = name in _OVERWRITES and loan not in map(self._loan_of, tensors[1:])
-            # All of what is lent, each element once.
+            # The function overwrites the whole stand-in, and writes each element once.
             is_whole = is_alone and tensors[0].numel() == loan.whole.numel()
             self._load(loan, is_overwritten=is_whole and tensors[0].is_contiguous())
         return [*touched.values()]
@@ -413,7 +412,7 @@ class StandIns(TorchFunctionMode):
         if loan.stand_in.untyped_storage() is loan.storage:
             self._take(loan.name, loan.target, loan.whole)
         loan.is_loaded = False
-        if loan.is_pinned:  # At the end; torch refuses to resize what NumPy shares.
+        if loan.is_pinned:  # It is freed at the end: torch does not resize memory NumPy shares.
             return
         nbytes = loan.storage.nbytes()
         loan.storage.resize_(0)
@@ -422,7 +421,7 @@ class StandIns(TorchFunctionMode):
 
 
 def _standing_in(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Return what a module may hold in the place of a tensor."""
+    """Return the tensor that a module may hold in the place of another."""
     if isinstance(tensor, nn.Parameter):
         whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
     whole.__dict__.update(user_attributes(tensor))
@@ -430,7 +429,7 @@ def _standing_in(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _can_lend(tensor: Tensor) -> bool:
-    """Whether a plain tensor can stand in for one."""
+    """Whether a plain tensor can stand in for this tensor."""
     if isinstance(tensor, ShardedTensor):
         return True
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -451,7 +450,7 @@ def _whole_of(loan: _Loan) -> Tensor:
 
 
 def _is_plain(result: Any) -> bool:
-    """Whether nothing in a result leads to memory, but tensors."""
+    """Whether a result gives access to memory through tensors only."""
     if isinstance(result, list | tuple):
         items: Iterable[Any] = result
         return all(map(_is_plain, items))
@@ -468,7 +467,7 @@ def materialize(
     device: torch.device | str | None = None,
     progress: Progress = None,
 ) -> nn.Module:
-    """Give memory and values to what is on the meta device, module by module, in place.
+    """Give memory and values to tensors on the meta device, module by module, in place.
 
     After `fully_shard`, on all ranks, with the same seed:
 
@@ -483,47 +482,47 @@ def materialize(
     Every module that holds parameters or buffers on meta is initialized once, in the order of
     ``model.apply``: children in the order in which they were registered, then the module itself. In
     that moment its own parameters are whole and plain. Without `init_fn`, modules that hold nothing
-    have their turn, too, if they have an initialization: it may write or scale what modules inside
-    hold, as those of `nn.Transformer` and of transformers' GPT2 and T5 do.
+    have their turn, too, if they have an initialization: it may write or scale tensors of modules
+    inside, as in `nn.Transformer` and in transformers' GPT2 and T5.
 
-    What has values already keeps them, so after `load_full` this fills in what the file lacks, as
-    buffers with ``persistent=False``. A parameter that several modules hold gets its values from
-    the first of them, and from those around them. A model that is not sharded becomes the plain one
-    that has the same values. After an error, what has no values is on meta, and a second call goes
-    on with it.
+    Tensors that have values keep them. So after `load_full` this fills in what the file lacks, such
+    as buffers with ``persistent=False``. A parameter that several modules hold gets its values from
+    the first of them, and from modules around them. A model that is not sharded becomes the plain
+    model with the same values. After an error, tensors without values are on meta, and a second
+    call continues with them.
 
     Random numbers come from the generator of `device`, one module after the other; how modules are
-    grouped has no influence. So one seed gives the same values at every number of ranks, and those
-    of ``torch.manual_seed(0); Model()`` on that device, if there each module draws in its
-    `reset_parameters` alone, in the order of ``apply``, and no parameter is tied.
+    grouped has no influence. So one seed gives the same values at every number of ranks. They are
+    the values of ``torch.manual_seed(0); Model()`` on that device, if each module of that model
+    draws in its `reset_parameters` alone, in the order of ``apply``, and no parameter is tied.
 
     Args:
-        model: A model that is on meta as a whole or in part; sharded, or not. Or a module in a
+        model: A model that is on meta as a whole or in part, sharded or not. Or a module in a
             sharded model.
-        init_fn: A function of each such module (`param_init_fn` of FSDP1 and torch_xla). It writes
-            the module's own parameters and buffers, not those of modules inside. It may replace
-            them, also by ``module.to_empty(device=..., recurse=False)``. None: the model's
-            ``_init_weights(module)``, as in transformers; where there is none, or it writes
-            nothing, the module's own ``reset_parameters()`` (or ``_reset_parameters``, or
+        init_fn: A function that is called with each such module (`param_init_fn` of FSDP1 and
+            torch_xla). It writes the module's own parameters and buffers, not those of modules
+            inside. It may replace them, e.g. by ``module.to_empty(device=..., recurse=False)``.
+            None: the model's ``_init_weights(module)``, as in transformers. If there is none, or it
+            writes nothing: the module's own ``reset_parameters()`` (or ``_reset_parameters``, or
             ``init_weights``, without arguments) and ``reset_buffers()`` or ``rope_init()``.
         device: The device on which modules are initialized. None: the mesh's device, for XLA the
             host. With ``"cpu"`` an accelerator gets the values of the plain model on the CPU.
-        progress: A progress as of `shardkit.checkpoint.save`, of the bytes of whole tensors.
+        progress: A progress as in `shardkit.checkpoint.save`; it counts bytes of whole tensors.
 
     Returns:
         `model`.
 
     Raises:
-        StateError: Before anything is changed: modules with nothing to initialize them. Else: an
-            initialization has left a tensor unwritten, or made one of another shape or dtype. Names
-            are those in `model`.
+        StateError: Nothing can initialize some modules; this is raised before anything is changed.
+            Or an initialization has left a tensor unwritten, or made one of another shape or dtype.
+            Names are those in `model`.
 
-    Cost: no collectives where each module writes its own tensors, or overwrites whole ones of
-    modules inside. One that reads those, or writes a part of them, costs a gather of each at its
-    first touch after another one. On XLA that is refused. Memory: the shards, then the largest
-    module's own parameters once more, whole, and of modules inside one tensor at a time, or those
-    that one function of torch gets; what was made NumPy's, or replaced, to the end of the module's
-    turn. Of a group the pieces once more, while it gets its memory.
+    Cost: no collectives where each module writes its own tensors, or overwrites whole tensors of
+    modules inside. A module that reads those tensors, or writes a part of them, costs a gather of
+    each tensor when it is touched after another one. On XLA shardkit refuses that. Memory: the
+    shards, the largest module's own parameters whole, and one tensor at a time of modules inside
+    (all that one function of torch gets). Tensors that NumPy shares, or that were replaced, stay to
+    the end of the module's turn. A group's pieces exist twice while the group gets its memory.
     Source: `param_init_fn` of PyTorch's FSDP1 and torch_xla.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -542,7 +541,7 @@ _PARAMETRIZED = (
 
 
 class Filling:
-    """What is on meta, or of it only some tensors, and where it goes."""
+    """The tensors of a model on meta, or some of them, and how they get their values."""
 
     def __init__(
         self,
@@ -577,13 +576,13 @@ class Filling:
         self._meter = Meter(progress=False, what="", rank=0)
 
     def _wanted_of(self, unit: InitializedModule) -> Iterator[tuple[str, Tensor]]:
-        """Yield those tensors of a unit that have no values yet."""
+        """Yield the tensors of a unit that have no values yet."""
         for place in _places_in(unit.holders):
             if id(place.tensor) in self._pending:
                 yield f"{unit.name}.{place.attribute}".removeprefix("."), place.tensor
 
     def _writes_inside(self, unit: InitializedModule) -> bool:
-        """Whether a unit has an initialization, and modules inside hold what it may write."""
+        """Whether a unit has an initialization that may write tensors of modules inside."""
         if self._has_init_fn or not unit.initializers:
             return False
         own = {id(place.tensor) for place in _places_in(unit.holders)}
@@ -596,7 +595,7 @@ class Filling:
         meter.expect(sum(tensor.nbytes for tensor in self._pending.values()))
         try:
             self._fill_all()
-        finally:  # After an error pieces may have memory and no values.
+        finally:  # After an error pieces may have memory but no values.
             for tensor in self._pending.values():
                 if isinstance(tensor, ShardedTensor) and not tensor.is_meta:
                     piece = torch.empty(tensor.spec.piece_numel, dtype=tensor.dtype, device="meta")
@@ -611,7 +610,7 @@ class Filling:
             raise StateError(msg)
 
     def run_where_possible(self) -> None:
-        """Initialize modules until all that is wanted has values; what fails stays on meta."""
+        """Initialize modules until all wanted tensors have values; failed ones stay on meta."""
         for unit in self._units:
             inside = [*unit.module.parameters(), *unit.module.buffers()]
             if unit.initializers and any(id(tensor) in self._pending for tensor in inside):
@@ -636,7 +635,7 @@ class Filling:
             group.note_values(values)
 
     def _check(self) -> None:
-        """Raise if something cannot be given values."""
+        """Raise if a tensor cannot get values."""
         tensor_parallel = [
             name
             for name, param in self._model.named_parameters()
@@ -674,7 +673,7 @@ class Filling:
 
     @contextlib.contextmanager
     def _plain_rnns(self) -> Iterator[None]:
-        """Let RNNs that are not sharded have no weak references to weights that get memory."""
+        """Take from RNNs that are not sharded their weak references to weights that get memory."""
         rnns = [
             module
             for module in self._model.modules()
@@ -692,7 +691,7 @@ class Filling:
     # --- one module -----------------------------------------------------------------------------
 
     def _fill(self, unit: InitializedModule) -> int:
-        """Initialize a module, keep what is wanted of it; return the bytes that are let go then."""
+        """Initialize a module and keep the wanted tensors; return the bytes that are freed then."""
         freed = 0
         wanted = list(self._wanted_of(unit))
         if not wanted and not self._writes_inside(unit):
@@ -721,9 +720,9 @@ class Filling:
         return freed
 
     def _take_inside(self, own: Container[int], name: str, target: Tensor, whole: Tensor) -> None:
-        """Keep what was written of a tensor that is not the module's `own`."""
+        """Keep values that were written to a tensor that is not one of the module's `own`."""
         if id(target) not in self._fresh or id(target) in own:
-            return  # It had values before, or it is tied to what has got them.
+            return  # It had values before, or got them through a tied tensor.
         if id(target) in self._pending and is_unwritten(whole):
             return
         _check_result(name, target, whole, unwritten=False)
@@ -743,7 +742,7 @@ class Filling:
             raise
 
     def _take(self, target: Tensor, result: Tensor) -> None:
-        """Let a tensor of the model have the values."""
+        """Give a tensor of the model its values."""
         added = user_attributes(result)
         if isinstance(target, ShardedTensor):
             group = self._group_of.get(id(target))
@@ -762,14 +761,14 @@ class Filling:
         target.__dict__.update(added)
 
     def _execute(self, group: ParamGroup | None) -> None:
-        """Where operators are traced, run what was traced for the last group."""
+        """Run what was traced for the last group, if operators are traced."""
         last, self._last_group = self._last_group, group
         if last is not None and last is not group and last.mesh.backend.is_traced:
             execute_sharding(last.mesh.backend.region)
 
 
 def _check_result(name: str, target: Tensor, result: Tensor | None, *, unwritten: bool) -> None:
-    """Raise if a parameter did not get values, or not such as it can take."""
+    """Raise if a parameter got no values, or values that it cannot take."""
     if result is None or unwritten:
         msg = (
             f"the initialization of parameter {name!r} of shape {tuple(target.shape)} leaves "
@@ -787,9 +786,9 @@ def _check_result(name: str, target: Tensor, result: Tensor | None, *, unwritten
 
 
 def _give_memory(group: ParamGroup, pending: Container[int]) -> None:
-    """Give memory, and no values, to those pieces of a group that are wanted.
+    """Give memory, but no values, to the wanted pieces of a group.
 
-    Cost: the shards; beside them the pieces once more, for a moment.
+    Cost: memory for the shards, and for a moment that of the pieces once more.
     """
     for bucket in group.buckets:
         for param in bucket.sharded:
@@ -804,11 +803,11 @@ def _give_memory(group: ParamGroup, pending: Container[int]) -> None:
 
 
 def rebuild_buffers(model: nn.Module, buffers: list[Tensor]) -> None:
-    """Have modules compute buffers on meta; those that cannot be computed stay there.
+    """Let modules compute their buffers on meta; buffers that cannot be computed stay there.
 
-    As `materialize` does, which asks the same methods of modules. All else in the model keeps its
-    values, and random numbers drawn later are those that would have been drawn without it. A buffer
-    of random numbers gets the same ones on all ranks.
+    It calls the same methods of modules as `materialize`. All else in the model keeps its values.
+    Random numbers drawn later are the same as without this call. A buffer of random numbers gets
+    the same numbers on all ranks.
 
     Cost: see `materialize`.
     """
@@ -821,7 +820,7 @@ def rebuild_buffers(model: nn.Module, buffers: list[Tensor]) -> None:
 
 @contextlib.contextmanager
 def _own_numbers(device: torch.device) -> Iterator[None]:
-    """Draw from generators that begin at 0, and leave others where they are."""
+    """Draw from generators seeded with 0, and leave the state of all generators as it was."""
     accelerator = None
     if device.type not in ("cpu", "xla"):
         accelerator = torch.get_device_module(device)

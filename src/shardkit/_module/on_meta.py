@@ -28,7 +28,7 @@ _deferred = threading.local()
 
 
 def execute_sharding(region: Region) -> None:
-    """Run the cutting of parameters, so that the memory of the whole ones is free."""
+    """Run the graph that cuts parameters, so that the memory of the whole ones is freed."""
     regions: list[Region] | None = getattr(_deferred, "regions", None)
     if regions is None:
         region.finish_graph()
@@ -38,11 +38,11 @@ def execute_sharding(region: Region) -> None:
 
 @contextlib.contextmanager
 def defer_sharding() -> Iterator[None]:
-    """Have the calls of `fully_shard` inside cut parameters together, at the end of the block.
+    """Cut the parameters of all `fully_shard` calls inside together, at the end of the block.
 
-    On XLA devices only, where each call runs a graph that cuts its parameters, so that the memory
-    of the whole ones is free at once. Here one graph cuts all: fewer compilations, but the whole
-    model is in memory until then. Elsewhere it has no effect:
+    It has an effect on XLA devices only. There each call runs a graph that cuts its parameters, so
+    that the memory of the whole ones is freed at once. In this block one graph cuts all parameters:
+    that takes fewer compilations, but the whole model is in memory until the end of the block.
 
         with defer_sharding():
             for block in model.blocks:
@@ -65,7 +65,7 @@ _MAX_COMPARED = 4096
 
 
 def params_on_meta(module: nn.Module) -> list[str]:
-    """Return the names of parameters on meta, of tied ones the first."""
+    """Return the names of parameters on meta; of tied ones the first name."""
     return [name for name, param in module.named_parameters() if param.is_meta]
 
 
@@ -75,14 +75,14 @@ def buffers_on_meta(module: nn.Module) -> list[str]:
 
 
 class Emptied:
-    """A buffer that got memory and no values, as by ``to_empty``.
+    """A buffer that got memory but no values, for example by ``to_empty``.
 
-    Not every write raises the version counter: those to ``.data``, by NumPy and by collectives do
-    not. So elements all over the buffer are compared as well.
+    Writes to ``.data``, by NumPy and by collectives do not raise the version counter. So elements
+    all over the buffer are compared as well.
 
     Attributes:
         buffer: The buffer, as it was then.
-        places: The modules that hold it, and their names of it.
+        places: The modules that hold the buffer, and their names of it.
     """
 
     def __init__(self, buffer: Tensor) -> None:
@@ -92,7 +92,7 @@ class Emptied:
         self._sample = self._taken()
 
     def _taken(self) -> Tensor | None:
-        """Return the bytes of some elements; None where that would run a graph."""
+        """Return the bytes of some elements; None where reading them would run a graph."""
         values = self.buffer.detach()
         if values.device.type == "xla" or not values.is_contiguous():
             return None
@@ -108,10 +108,10 @@ class Emptied:
 
 
 class NotedConversion:
-    """What a conversion applies to each tensor; notes buffers that get memory by it.
+    """A conversion of a module that notes the buffers to which it gives memory.
 
     Attributes:
-        fn: The function that is applied in its place.
+        fn: The function to apply to each tensor, in the place of the original one.
     """
 
     def __init__(self, module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -126,7 +126,7 @@ class NotedConversion:
         self.fn = self._note if self._places else fn
 
     def _note(self, tensor: Tensor) -> Tensor:
-        # At once: a module's own `_apply` may write values after it.
+        # Note it at once: a module's own `_apply` may write values afterwards.
         result = self._given(tensor)
         is_plain = type(result) is torch.Tensor and result.layout is torch.strided
         if tensor.is_meta and is_plain and not result.is_meta and not result.is_inference():
@@ -143,7 +143,7 @@ class NotedConversion:
 
 
 def warn_of_emptied(module: nn.Module, emptied: Iterable[Emptied]) -> None:
-    """Warn of buffers that nobody has written since they got memory."""
+    """Warn of buffers that were not written since they got memory."""
     unwritten = {
         (id(holder), attribute)
         for each in emptied
@@ -169,7 +169,7 @@ def warn_of_emptied(module: nn.Module, emptied: Iterable[Emptied]) -> None:
 
 
 def check_has_values(module: nn.Module, groups: Iterable[ParamGroup]) -> None:
-    """Refuse a forward that would compute with tensors on meta, where anything is computed."""
+    """Refuse a forward that would compute with tensors on meta."""
     for group in groups:
         if group.mesh.backend.is_dry:
             return

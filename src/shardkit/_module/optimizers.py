@@ -1,7 +1,7 @@
-"""What an optimizer updates, looked at once, and state that it has from before `fully_shard`.
+"""Checks of what an optimizer updates, and of state that is older than `fully_shard`.
 
-Parameters that no group holds, or another model's, train without an error, and wrongly. So do
-unsharded ones, which are shown for a while.
+Parameters that no group holds, or those of another model, train wrongly and without an error. So do
+unsharded parameters, which modules show for a while.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 # --- state from before fully_shard ----------------------------------------------------------------
 #
 # An optimizer may be older than `fully_shard`: Adagrad makes its state when it is constructed,
-# others at their first step. `load_state_dict` may bring whole state as well, of a plain
-# training.
+# others at their first step. `load_state_dict` may bring whole state as well, from a training
+# without sharding.
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers whose state was looked at since it could last become whole."""
+"""Optimizers whose state was checked, and cannot have become whole since then."""
 
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that are looked at again after ``load_state_dict``."""
+"""Optimizers that are checked again after ``load_state_dict``."""
 
 
 def cut_whole_state(optimizer: Optimizer, *_: Any) -> None:
-    """Cut state that has the whole shape of a sharded parameter, as the parameter is cut.
+    """Cut state that has the whole shape of a sharded parameter in the way the parameter is cut.
 
-    Torch calls it before each step of any optimizer.
+    Torch calls this before each step of any optimizer.
 
-    All ranks must hold the same state. Nothing is sent. It is looked at once, and again after
+    All ranks must hold the same state. Nothing is sent. The state is checked once, and again after
     ``optimizer.load_state_dict``. State of other shapes stays whole: rows and columns of Adafactor,
-    what LBFGS keeps of all parameters in one vector.
+    and the vectors of LBFGS that span all parameters.
     """
     if optimizer in _known:
         return
@@ -68,7 +68,7 @@ def cut_whole_state(optimizer: Optimizer, *_: Any) -> None:
         _hooked.add(optimizer)
         optimizer.register_load_state_dict_post_hook(_known.discard)
     if isinstance(optimizer, torch.optim.LBFGS):
-        return  # Its vectors may have the length of its only parameter.
+        return  # Its vectors may be as long as its only parameter.
     numbers = _numbers(optimizer)
     for param, state in optimizer.state.items():
         if isinstance(param, ShardedTensor):
@@ -92,7 +92,7 @@ def _is_whole(leaf: Any, param: ShardedTensor) -> bool:
 def _numbers(optimizer: Optimizer) -> set[str]:
     """Return the names of state that is one number for each parameter, whatever its shape.
 
-    Only of a parameter without dimensions it has the parameter's shape, too.
+    For a parameter without dims such a number also has the parameter's shape.
     """
     found = set(STATE_NUMBERS)
     for key, state in optimizer.state.items():
@@ -123,27 +123,27 @@ _LATER = (
     "fully_shard([m for m in model.modules() if any(type(p) is torch.nn.Parameter for p in "
     "m.parameters(recurse=False))])"
 )
-"""Shards what is not yet, wherever it is in a model."""
+"""Call that shards the parameters that are not sharded yet, wherever they are in a model."""
 
 _groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
-_ignored: set[int] = set()  # By id: torch swaps no tensor that has a weak reference.
+_ignored: set[int] = set()  # Ids: torch cannot swap a tensor that has a weak reference.
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _told_of_sync: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _is_installed = False
 
 _DATA_PARALLEL = re.compile("repl|dp|data")
-"""What names of axes have in common over which ranks have other data."""
+"""Parts of the names of axes along which ranks have different data."""
 _NO_COPIES = re.compile("(tp|tensor|mp|model|sp|seq|cp|context|pp|pipe|stage|ep|expert)")
-"""How names of axes begin along which ranks have other parameters, or share a batch."""
+"""Beginnings of the names of axes along which ranks have other parameters or share a batch."""
 
 
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
-    """Know parameters that are to stay as they are."""
+    """Note parameters that users asked `fully_shard` to leave alone."""
     _ignored.update(map(id, params))
 
 
 def note_groups(groups: Iterable[ParamGroup]) -> None:
-    """Know groups that begin to be trained."""
+    """Note groups whose training begins."""
     _groups.update(groups)
 
 
@@ -153,7 +153,7 @@ def known_groups() -> list[ParamGroup]:
 
 
 def watch_optimizers() -> None:
-    """Look at optimizers from now on, and again at all of them: parameters were sharded."""
+    """Check optimizers from now on, and check all of them again, since parameters were sharded."""
     global _is_installed  # noqa: PLW0603 - torch's hook is of the process, too
     _known.clear()
     _looked_at.clear()
@@ -168,8 +168,8 @@ def watch_optimizers() -> None:
 def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warn at the first step that finds gradients; called by torch before each step."""
     number = sum(len(each["params"]) for each in optimizer.param_groups)
-    has_closure = len(args) > 1 or bool(kwargs)  # Which would make gradients.
-    if _looked_at.get(optimizer) == number:  # Else `add_param_group` was called since.
+    has_closure = len(args) > 1 or bool(kwargs)  # A closure would make gradients.
+    if _looked_at.get(optimizer) == number:  # If not, `add_param_group` was called since.
         first = next((param for each in optimizer.param_groups for param in each["params"]), None)
         if first is not None and first.grad is None and not has_closure:
             _warn_of_unsynced(optimizer)
@@ -199,10 +199,10 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _average_losses(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Have a closure of LBFGS return the average of the ranks' losses, as gradients are averaged.
+    """Let a closure of LBFGS return the average of the ranks' losses, as gradients are averaged.
 
-    LBFGS decides by the loss where to look next, and when to end. With losses of its own each rank
-    would decide otherwise. A loss that was averaged already stays as it is.
+    LBFGS uses the loss to decide where to look next, and when to end. With different losses the
+    ranks would decide differently. A loss that was averaged already does not change.
 
     Cost: an all-reduce of 8 bytes on each axis of the mesh, for each call of the closure.
     """
@@ -241,7 +241,7 @@ def _average_losses(
 
 
 def _refuse_unsharded(optimizer: Optimizer, params: Iterable[Any]) -> None:
-    """Refuse what `unshard` and forwards show for a while in the place of sharded parameters."""
+    """Refuse unsharded parameters, which `unshard` and forwards show for a while."""
     for param in params:
         if is_unsharded(param):
             kind = type(optimizer).__name__
@@ -260,10 +260,10 @@ def is_of_torchao(optimizer: object) -> bool:
 
 
 def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
-    """Refuse torchao's optimizers where their compiled steps would fail inside of the compiler.
+    """Refuse torchao's optimizers where their compiled steps would fail inside the compiler.
 
-    They code the state of large parameters in blocks, or round bf16 ones at random; under `install`
-    they make DTensors of rows for state of any size.
+    They code the state of large parameters in blocks, or round bf16 parameters at random. Under
+    `install` they make DTensors of rows for state of any size.
     """
     if not is_of_torchao(optimizer):
         return
@@ -306,7 +306,7 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
     model, names = _found_in(plain)
     groups = {id(module) for group in _groups for module in group.modules}
     if not may_part and not any(id(module) in groups for module in model.modules()):
-        return  # A model beside sharded ones.
+        return  # The optimizer's model is a plain one beside sharded models.
     remedy = "Call fully_shard on the root as well, after its layers."
     if STATE_ATTRIBUTE in model.__dict__:
         remedy = f"They came into the {type(model).__name__} after it was sharded: call {_LATER}."
@@ -322,7 +322,7 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
 
 
 def _warn_of_unsynced(optimizer: Optimizer) -> None:
-    """Warn of a step that moves nothing: all gradients wait to be synced."""
+    """Warn of a step that changes nothing because all gradients wait to be synced."""
     params = _params_of(optimizer)
     if optimizer in _told_of_sync or any(param.grad is not None for param in params):
         return
@@ -342,7 +342,7 @@ def _warn_of_unsynced(optimizer: Optimizer) -> None:
 
 
 def _warn_of_left_out(params: Sequence[Any]) -> None:
-    """Warn where copies of a model would drift apart: nobody averages over an axis of its mesh."""
+    """Warn where copies of a model would drift apart: no code averages over an axis of its mesh."""
     sharded = [param for param in params if isinstance(param, ShardedTensor)]
     used = {name for param in sharded for name in param.device_mesh.mesh_dim_names or ()}
     for param in sharded:
@@ -367,7 +367,7 @@ def _warn_of_left_out(params: Sequence[Any]) -> None:
 
 
 def _warn_of_copies(params: Sequence[Any]) -> None:
-    """Warn where ranks on a mesh made by hand train a model that other ranks train as well."""
+    """Warn if ranks on a mesh made by hand train a model that other ranks train as well."""
     if not any(is_on_part([group]) for group in _groups):
         return
     known = {id(e.param): g for g in _groups for bucket in g.buckets for e in bucket.entries}
@@ -392,7 +392,7 @@ def _warn_of_copies(params: Sequence[Any]) -> None:
 
 
 def _averaged_by_ddp() -> set[int]:
-    """Return the ids of parameters that DDP averages, or `replicate`, which makes a DDP."""
+    """Return the ids of parameters that DDP averages, or torch's `replicate`, which uses DDP."""
     ddps = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
     return {id(param) for ddp in ddps for param in nn.Module.parameters(ddp)}
 
@@ -407,7 +407,7 @@ def _known_entries() -> Iterator[ParamEntry]:
 
 
 def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
-    """Return the largest, outermost module that has parameters; their names there, or shapes."""
+    """Return the largest, outermost module with these parameters; their names, or shapes."""
     wanted = {id(param) for param in params}
     found = nn.Module()
     best: dict[int, str] = {}
@@ -417,7 +417,7 @@ def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
             continue
         try:
             names = {id(param): name for name, param in nn.Module.named_parameters(module)}
-        except (AttributeError, RuntimeError):  # Another thread is making it.
+        except (AttributeError, RuntimeError):  # Another thread is constructing the module.
             continue
         rank = len(wanted & names.keys()), len(names)
         if not rank[0]:

@@ -1,8 +1,8 @@
 """`shard_placement_fn`: which mesh each parameter of a group lies on.
 
-A bucket is a part of a group, and its mesh is one of the things that make it. So one call may put
-experts on the ranks that hold the same experts, and other parameters on all ranks. Nothing is
-changed before all parameters have a place.
+A bucket is a part of a group, and holds only parameters of one mesh. So one call may put experts on
+the ranks that hold the same experts, and other parameters on all ranks. Nothing is changed before
+all parameters have a place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SpmdMesh(NamedTuple):
-    """The mesh of DTensors, and FSDP2's names of the axes over which they are sharded here."""
+    """Mesh of DTensors, and FSDP2's names of the axes over which shardkit shards them."""
 
     mesh: Any
     dims: Any
@@ -40,7 +40,7 @@ def place_params(
     *,
     spmd: SpmdMesh | None = None,
 ) -> list[DeviceMesh]:
-    """Set the mesh of each parameter, where it is not that of the call; return the others.
+    """Set the mesh of each parameter that is not on the mesh of the call; return these meshes.
 
     Cost: two process groups per call for `Replicate()`, made once.
     """
@@ -62,15 +62,15 @@ def place_params(
 
 
 def mark_parts(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> None:
-    """Have groups on a part of a mesh know that other ranks hold others in their place.
+    """Note for groups on a part of a mesh that other ranks hold other parameters in their place.
 
-    As `shard_placement_fn` says it of a single parameter: experts that were sharded by a call of
-    their own, before a module around them. What is trained on a part of the ranks becomes another
-    one elsewhere; frozen parameters are taken for copies until they are trained. Those beside
-    DTensors are, too, since ranks of tensor parallelism hold equal ones.
+    `shard_placement_fn` says so for a single parameter. Here it is about experts that a call of
+    their own sharded, before a call on a module around them. Parameters that are trained on a part
+    of the ranks differ from those of other ranks. Frozen parameters count as copies until they are
+    trained. So do parameters beside DTensors, since ranks of tensor parallelism hold equal ones.
 
-    Along axes of replicas, by their names, ranks whose values are equal hold copies: code of the
-    user's own averages over them.
+    Along axes whose names say that they hold replicas, ranks with equal values hold copies: the
+    user's own code averages over them.
 
     Cost: see `hold_equal_values`, where a group lacks an axis of replicas that `mesh` has.
     """
@@ -95,9 +95,9 @@ def mark_parts(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> None:
 
 
 def _lacks_replicas_of(own: DeviceMesh, around: DeviceMesh) -> bool:
-    """Whether a mesh around a part has more axes of replicas, and no others, by their names.
+    """Whether all axes that a mesh has and its part lacks are axes of replicas, by their names.
 
-    A name such as ``dp`` does not say it: experts may be spread over ranks with data of their own.
+    A name such as ``dp`` is not enough: experts may be spread over ranks with data of their own.
     """
     missing = [name for name in own.left_out if name not in around.left_out]
     is_part = own.size() < around.size() and {*own.ranks} <= {*around.ranks}
@@ -110,7 +110,7 @@ def replicated(mesh: DeviceMesh) -> DeviceMesh:
     Cost: process groups of this rank alone and of all ranks of the mesh, made once.
     """
     backend = mesh.backend
-    # A group of its own, not that of gathers: ranks may wait for sums at other moments of theirs.
+    # Not the process group of gathers: ranks may wait for sums at different moments.
     same = next((i for i in range(mesh.ndim) if mesh.shape[i] == mesh.size()), None)
     wide: Any = (
         backend.joint_axis(mesh.ranks) if same is None else backend.split_axis(same, mesh.size())
@@ -128,9 +128,9 @@ def replicated(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_parallel_mesh(mesh: Any, dims: Any) -> DeviceMesh:
-    """Return the mesh to shard over, of a mesh on which parameters are DTensors.
+    """Return the mesh to shard over, made from a mesh on which parameters are DTensors.
 
-    Cost: a process group for several axes that are taken as one, made once.
+    Cost: a process group for several axes that count as one, made once.
     """
     names = [tuple(dims.replicate_names), tuple(dims.shard_names)]
     if not isinstance(mesh, TorchDeviceMesh) or mesh.mesh_dim_names is None:
@@ -205,7 +205,7 @@ def _axes_of(mesh: DeviceMesh) -> tuple[Any, ...]:
 def _place_of(
     answer: Any, item: ParamEntry, mesh: DeviceMesh, spmd: SpmdMesh | None
 ) -> tuple[DeviceMesh, SpmdMesh | None]:
-    """Return the mesh that the user's function has chosen, and that of DTensors it is a part of."""
+    """Return the mesh that the user's function chose, and the mesh of DTensors around it."""
     if answer is None:
         return mesh, spmd
     info = torch_fsdp2.mesh_info_of(answer)
@@ -239,7 +239,7 @@ def _place_of(
 
 
 def _is_replicate(answer: Any) -> bool:
-    is_theirs = getattr(answer, "is_replicate", None)  # Of a placement of torch.
+    is_theirs = getattr(answer, "is_replicate", None)  # Method of torch's placements.
     return isinstance(answer, Replicate) or (callable(is_theirs) and bool(is_theirs()))
 
 
@@ -255,7 +255,7 @@ def _mesh_of_info(info: torch_fsdp2.MeshInfo, item: ParamEntry, mesh: DeviceMesh
 
 
 def _check_dim(placement: Any, item: ParamEntry) -> None:
-    """Refuse a placement that is none, or names a dim that the parameter has not."""
+    """Refuse what is no placement, and a placement with a dim that the parameter lacks."""
     dim = getattr(placement, "dim", None)
     if placement is not None and not isinstance(dim, int):
         msg = (

@@ -1,7 +1,7 @@
 """One bucket: parameters of a group with one mesh, storage dtype, compute dtype and trainability.
 
-The sharded parameter is the user's own Parameter object, turned into a `ShardedTensor`. What it is
-a piece of, and the unsharded parameters, are in the bucket's store.
+The sharded parameter is the user's own Parameter object, turned into a `ShardedTensor`. The
+bucket's store has the shard of which it is a piece, and the unsharded parameters.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class WholeValues:
     """Fingerprints of the parameters of a group, when they were whole.
 
     Args:
-        entries: The parameters, before they are cut; those on meta, and of classes that gather
-            themselves, are left out.
+        entries: The parameters, before they are cut; parameters on meta, and those of classes that
+            gather themselves, are left out.
 
     Attributes:
         versions: Versions of the shards when they were cut.
@@ -61,7 +61,7 @@ class WholeValues:
             self._by_entry[id(entry)] = fingerprint(whole)
 
     def known(self, versions: tuple[int, ...]) -> dict[int, int]:
-        """Return them by the entry's id; nothing if the shards have been written to since."""
+        """Return the fingerprints by the entry's id; none if the shards were written since."""
         if versions != self.versions or not self._by_entry:
             return {}
         values = torch.stack([*self._by_entry.values()]).tolist()  # One transfer from the device.
@@ -71,7 +71,7 @@ class WholeValues:
 def _plain_part(entry: ParamEntry) -> Tensor | None:
     """Return a parameter, a DTensor's local part, or the bytes of a packed one.
 
-    None if it is of another kind, or on meta.
+    The result is None if the parameter is of another kind, or on meta.
     """
     param: Any = entry.param
     packing = None if param.is_meta else packing_of(entry)
@@ -90,14 +90,14 @@ _showing: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary
 
 
 def bucket_showing(param: object) -> Bucket | None:
-    """Return the bucket of which a module holds an unsharded parameter; None if it is another."""
+    """Return the bucket of an unsharded parameter that a module holds; None for other objects."""
     return _showing.get(id(param))
 
 
 def settled(param: Any) -> Any:
     """Return the user's parameter for an unsharded one that a forward has left in its module.
 
-    Any other as it is, also one that the user has by `unshard`.
+    Any other parameter is returned as it is, also one that the user has by `unshard`.
     """
     bucket = bucket_showing(param)
     group = None if bucket is None or bucket.group is None else bucket.group()
@@ -107,7 +107,7 @@ def settled(param: Any) -> Any:
 
 
 class Bucket:
-    """Parameters, who holds them, and their store. Nothing is changed before `swap_in`.
+    """Parameters, the modules that hold them, and their store. Nothing changes before `swap_in`.
 
     Attributes:
         store: Store of the bucket.
@@ -115,11 +115,11 @@ class Bucket:
         entries: The parameters, and every module that holds one.
         sites: Places of the parameters; they exchange what modules hold.
         group: Weak reference to the group that the bucket is part of, once that is made.
-        was_trainable: Flags of the parameters: whether each wanted gradients when its last forward
-            ended. Empty before the first one.
-        around_if_trained: Mesh within which they are to lie from the first forward on in which one
-            of them is trained (`lie_within`); None: that changes nothing.
-        has_copies: Whether other ranks of the mesh around hold copies of them.
+        was_trainable: Flags of the parameters: whether each required gradients when its last
+            forward ended. Empty before the first forward.
+        around_if_trained: Mesh for `lie_within`, to be used from the first forward on in which one
+            of the parameters is trained; None: training changes nothing.
+        has_copies: Whether other ranks of the mesh around hold copies of the parameters.
     """
 
     group: weakref.ref[Any] | None = None
@@ -141,9 +141,9 @@ class Bucket:
         self.sites = ParamSites(self.entries, store.unsharded)
 
     def lie_within(self, mesh: DeviceMesh) -> None:
-        """Take other ranks of `mesh` to hold other parameters in the place of these.
+        """Note that other ranks of `mesh` hold other parameters in the place of these.
 
-        Not of DTensors, which say themselves what they are parts of.
+        DTensors are left out, since they know themselves what they are parts of.
         """
         self.plan = self.store.plan = replace(self.plan, around=mesh)
         for spec in self.store.specs:
@@ -152,12 +152,12 @@ class Bucket:
         self.around_if_trained = None
 
     def follow_trainability(self) -> None:
-        """Lie within the mesh around since a parameter was unfrozen: ranks may train others."""
+        """Lie within the mesh around if a parameter was unfrozen: other ranks may train others."""
         if self.around_if_trained is not None and self.is_trainable:
             self.lie_within(self.around_if_trained)
 
     def lie_as(self, bucket: Bucket) -> None:
-        """Lie within the mesh around as another bucket does, in whose place this one comes."""
+        """Lie within the mesh around like another bucket, which this one replaces."""
         self.has_copies, self.around_if_trained = bucket.has_copies, bucket.around_if_trained
         if self.has_copies and self.plan.around is not None:
             self.lie_within(self.plan.around)
@@ -165,7 +165,7 @@ class Bucket:
     # --- exchange of the user's parameters ---
 
     def _new_sharded(self, index: int) -> nn.Parameter:
-        """Make what the user's parameter is exchanged with."""
+        """Make the parameter with which the user's parameter is exchanged."""
         old = self.entries[index].param
         new = nn.Parameter(self.store.sharded(index), requires_grad=old.requires_grad)
         new.__dict__.update(self.store.attributes_of(index))
@@ -178,8 +178,8 @@ class Bucket:
     def swap_in(self, index: int) -> None:
         """Turn the user's parameter `index` into the sharded one; the same call undoes it.
 
-        A DTensor is replaced instead: its objects cannot be turned into others. So is a parameter
-        of modules that torch.export has made: it keeps weak references, which forbid it.
+        A DTensor is replaced instead, because its object cannot be turned into another. A parameter
+        of a module made by torch.export is replaced, too: its weak references forbid the exchange.
 
         Raises:
             WrapError: Something else keeps a reference that forbids the exchange.
@@ -210,7 +210,7 @@ class Bucket:
             raise WrapError(msg) from error
 
     def restore_weight_refs(self) -> None:
-        """Let RNNs keep weak references again, after what `swap_in` did was undone."""
+        """Let RNNs keep weak references again, after `swap_in` was undone."""
         for index in range(len(self.entries)):
             for module in self._rnns(index):
                 torch_modules.rnn_restore_weight_refs(module)
@@ -220,7 +220,7 @@ class Bucket:
         return (module for module in modules if isinstance(module, nn.RNNBase))
 
     def drop_originals(self) -> None:
-        """Forget the full-size tensors; from now on there is no way back."""
+        """Drop the full-size tensors; from now on there is no way back."""
         for replaced, spec in zip(self._replacements, self.store.specs, strict=True):
             if replaced is not None and spec.tensor_parallel is not None:
                 spec.tensor_parallel.retire(replaced, spec.name)
@@ -235,18 +235,18 @@ class Bucket:
         return [entry.param for entry in self.entries]
 
     def sharded_of(self, unsharded: nn.Parameter) -> nn.Parameter:
-        """Return the user's parameter that belongs to an unsharded one."""
+        """Return the user's parameter of an unsharded one."""
         pairs = zip(self.entries, self.store.unsharded, strict=True)
         return next(entry.param for entry, param in pairs if param is unsharded)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the parameters have one dtype and device, as those of a bucket must."""
+        """Whether the parameters have one dtype and device, as a bucket needs."""
         return len({(param.dtype, param.device) for param in self.sharded}) == 1
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter wants a gradient now."""
+        """Whether any parameter requires a gradient now."""
         for entry in self.entries:  # noqa: SIM110 - faster, and asked often
             if entry.param.requires_grad:
                 return True

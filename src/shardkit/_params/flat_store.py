@@ -2,13 +2,14 @@
 
 [Note: tensors of a flat store]
 - shard: 1-D, ``layout.shard_numel``, storage dtype. This rank's range; the optimizer updates it
-  through the sharded parameters, whose pieces are views of it. Lives as long as the store.
+  through the sharded parameters, whose pieces are views of it. It lives as long as the store.
 - unsharded buffer: 1-D, ``layout.padded_numel``, compute dtype. The whole bucket. Its storage
   object lives as long as the store; the memory behind it comes and goes (`memory`).
-- unsharded parameter: global shape, compute dtype, a view into the unsharded buffer with a version
-  counter of its own (made by ``set_``: gloo's worker thread bumps the buffer's counter at any
-  time, and backward would fail). Made once. A DTensor over that view where the user's was one.
-Where no cast and no other rank is involved the unsharded buffer IS the shard.
+- unsharded parameter: global shape, compute dtype, a view into the unsharded buffer with its own
+  version counter (made by ``set_``: gloo's worker thread raises the buffer's counter at any time,
+  and backward would fail). It is made once. If the user's parameter was a DTensor, it is a DTensor
+  over that view.
+Without casts and other ranks the unsharded buffer IS the shard.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Where the parameters of a bucket are, and in which dtypes.
+    """Devices, dtypes and meshes of the parameters of a bucket.
 
     Attributes:
         mesh: Mesh over whose last axis they are sharded.
-        around: Mesh that `mesh` is a part of, where ranks outside of `mesh` hold other parameters
-            in their place; None: there are none.
+        around: Mesh that `mesh` is a part of, if its other ranks hold other parameters in the place
+            of these; None: there are no such ranks.
         policy: Dtypes, as the user chose them.
         offload: Place of the shard, as the user chose it.
         axis: Communication along the shard axis.
@@ -90,7 +91,7 @@ class BucketPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks whose gradients are averaged."""
+        """Number of ranks whose gradients are averaged."""
         return math.prod(axis.size for axis in self.axes)
 
     @property
@@ -105,7 +106,7 @@ class BucketPlan:
         return self.axis.size == 1 and is_same_dtype and not self.is_offloaded
 
     def materialized(self) -> BucketPlan:
-        """Return the plan that holds once parameters on the meta device have got values."""
+        """Return the plan that applies once parameters on the meta device have values."""
         return BucketPlan.of(
             self.mesh, self.policy, self.offload, dtype=self.orig_dtype, around=self.around
         )
@@ -193,7 +194,7 @@ class SendBuffer:
 
     def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
         """Copy a gradient into its slot, or add it to what is there."""
-        if self._send.slot is None:  # Here, too: a call less for each gradient.
+        if self._send.slot is None:  # Checked here, too, to save a call for each gradient.
             self.open(streams, pool)
         slot = self.slots[index]
         if index in self.written:
@@ -219,13 +220,13 @@ class SendBuffer:
         self.written.update(new)
 
     def open(self, streams: CommStreams, pool: SlotPool) -> None:
-        """Get memory to write gradients into, if there is none."""
+        """Get memory for gradients, if there is none."""
         if not self._send.has_memory:
             streams.wait_fence(self._send.acquire(pool))  # order: gradients wait for their slot
             self._has_open_gaps = True
 
     def complete(self, streams: CommStreams, pool: SlotPool) -> None:
-        """Make ready to send: zeros where nothing was written."""
+        """Make the buffer ready to send, with zeros where nothing was written."""
         self.open(streams, pool)
         if not self.written:
             self.flat.zero_()
@@ -236,13 +237,13 @@ class SendBuffer:
         self.written.clear()
 
     def room(self, streams: CommStreams, pool: SlotPool) -> Tensor:
-        """Return memory for what other ranks send, 1-D, until `close_receive`."""
+        """Return 1-D memory for data from other ranks, until `close_receive`."""
         assert self._receive is not None
         streams.wait_fence(self._receive.acquire(pool))
         return self._received
 
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
-        """Give the send buffer's memory back; what was started is done at `fence`."""
+        """Give the send buffer's memory back; started collectives are done at `fence`."""
         if self._send.has_memory:
             self._send.release(pool, fence, by_compute=by_compute)
         self.written.clear()
@@ -265,13 +266,13 @@ def gaps_of(layout: FlatLayout) -> list[tuple[int, int]]:
 
 # --- stores ---------------------------------------------------------------------------------------
 #
-# `Store` says what every kind can do. The kinds are `FlatStore`, for plain parameters and
-# DTensors, `PackedStore`, for frozen parameters over several tensors, `SubclassStore`, for
-# parameters that gather themselves, and `TracedStore`, where operators are traced into a graph.
+# `Store` defines what every kind can do. The kinds are `FlatStore` for plain parameters and
+# DTensors, `PackedStore` for frozen parameters over several tensors, `SubclassStore` for
+# parameters that gather themselves, and `TracedStore` for operators traced into a graph.
 
 
 _Cut = tuple[int, slice | None, Tensor | None]
-"""A parameter and what a rank gets of it, None all; or the zeros that it gets instead."""
+"""A parameter and the part that a rank gets of it (None: all); or zeros that it gets instead."""
 
 
 class Store(ABC):
@@ -289,11 +290,11 @@ class Store(ABC):
         bucket_id: Number of the bucket where collectives are traced.
         aliases_shard: Whether the unsharded memory is the shard itself, so that nothing is
             gathered.
-        keeps_flats: Whether reduced gradients are views of one tensor, as the pieces are of the
+        keeps_flats: Whether reduced gradients are views of one tensor, as pieces are views of the
             shard.
         converts_gradients: Whether gradients are passed through `part_of_gradient`.
         keeps_writes: Whether writes of a forward to an unsharded parameter can be kept.
-        why_lost: Reason why such writes are lost, in the middle of a sentence.
+        why_lost: Reason why such writes are lost, as words inside a sentence.
     """
 
     layout: Any
@@ -333,12 +334,12 @@ class Store(ABC):
 
     @abstractmethod
     def piece(self, reduced: Tensor, index: int) -> Tensor:
-        """Return the part of a reduced gradient, as long as a shard, that is of one parameter."""
+        """Return the part of one parameter in a reduced gradient, which is as long as a shard."""
 
     @property
     @abstractmethod
     def shard_version(self) -> int:
-        """Raised by every write to the shard."""
+        """Version of the shard, which every write to the shard raises."""
 
     @property
     @abstractmethod
@@ -350,12 +351,12 @@ class Store(ABC):
     @property
     @abstractmethod
     def unsharded_nbytes(self) -> int:
-        """Bytes of the unsharded parameters while they exist; 0 where they are the shard."""
+        """Bytes of the unsharded parameters while they exist; 0 if they are the shard."""
 
     @property
     @abstractmethod
     def has_memory(self) -> bool:
-        """Whether there is memory that was gathered into, or is about to be."""
+        """Whether there is memory for unsharded parameters, gathered or soon to be gathered."""
 
     @property
     def is_stale(self) -> bool:
@@ -372,13 +373,13 @@ class Store(ABC):
 
     @abstractmethod
     def gather_jobs(self, comm: AllGather | None) -> list[Any]:
-        """Return what the backend has to gather."""
+        """Return the gathers for the backend."""
 
     def finish_gather(self) -> None:  # noqa: B027 - for stores that need it
-        """Do what is left to do when everything has come."""
+        """Finish a gather when all data has come."""
 
     def _new_unsharded(self, index: int, data: Tensor) -> nn.Parameter:
-        """Return the parameter that is shown in the place of a sharded one."""
+        """Return the parameter that is shown in place of a sharded one."""
         entry = self.entries[index]
         param = nn.Parameter(data, requires_grad=entry.param.requires_grad)
         own = param.__dict__
@@ -387,7 +388,7 @@ class Store(ABC):
         return param
 
     def attributes_of(self, index: int) -> dict[str, Any]:
-        """Return what users have set on parameter `index`, which the sharded one gets."""
+        """Return the attributes that users have set on parameter `index`, for the sharded one."""
         return user_attributes(self.entries[index].param)
 
     def rename(self, index: int, name: str) -> None:
@@ -396,10 +397,10 @@ class Store(ABC):
         self.unsharded[index].__dict__[NAME_ATTRIBUTE] = name
 
     def drop_originals(self) -> None:  # noqa: B027 - for stores that need it
-        """The whole parameters are not needed any more; let go what else refers to them."""
+        """Drop further references to the whole parameters, which are not needed any more."""
 
     def _note_classes(self) -> None:
-        """Remember of which classes the unsharded parameters are."""
+        """Note the classes of the unsharded parameters."""
         self._classes = [type(param) for param in self.unsharded]
 
     def _allow_use(self) -> None:
@@ -415,7 +416,7 @@ class Store(ABC):
     # --- what a forward writes to its own parameters ---
 
     def written_to(self, index: int) -> Sequence[Tensor]:
-        """Return the tensors whose version counters tell of writes to an unsharded parameter."""
+        """Return the tensors whose version counters show writes to an unsharded parameter."""
         return (self.unsharded[index],)
 
     def has_moved(self) -> bool:
@@ -427,35 +428,35 @@ class Store(ABC):
         return ()
 
     def unsharded_values(self, index: int) -> Tensor:
-        """Return what an unsharded parameter lies over: plain, in compute dtype."""
+        """Return the plain tensor, in compute dtype, under an unsharded parameter."""
         raise NotImplementedError(index)
 
     def keep_written(self, index: int) -> None:
-        """Take what was written to an unsharded parameter over into the shard."""
+        """Copy what was written to an unsharded parameter into the shard."""
         raise NotImplementedError(index)
 
     # --- a part that stays between forward and backward ---
 
     @property
     def kept_part(self) -> Any:
-        """What `keep_part` has kept; None: nothing."""
+        """The part that `keep_part` has kept; None: nothing."""
         return None
 
     def keep_part(self, axis: AxisComm, fence: Callable[[], Event | None]) -> None:
-        """Keep this rank's part on a smaller axis, over which backward gathers; or nothing."""
+        """Keep this rank's part on a smaller axis, over which backward gathers, or keep nothing."""
         del axis, fence
 
     def drop_part(self) -> None:  # noqa: B027
-        """Forget what was kept."""
+        """Drop the kept part."""
 
     # --- gradients ---
 
     @abstractmethod
     def new_gradient_buffer(self, receive_chunks: int) -> Any:
-        """Return what collects gradients and sends them; it receives so many shards' worth."""
+        """Return a buffer that collects and sends gradients; it receives so many shards."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
-        """Return what lies where in this rank's range of the bucket."""
+        """Return the pieces in this rank's range of the bucket, and where they lie."""
         rank, layout = self.plan.axis.rank, self.layout
         pieces = []
         for i, entry in enumerate(self.entries):
@@ -465,7 +466,7 @@ class Store(ABC):
         return pieces
 
     def parts_by_rank(self, grads: Mapping[int, Tensor]) -> list[list[Tensor]]:
-        """Return what each rank gets of all gradients of the bucket, in parts end to end."""
+        """Return the parts, end to end, that each rank gets of the bucket's gradients."""
         if not self._cuts:
             self._cuts = self._cut_gradients()
         return [
@@ -498,7 +499,7 @@ class Store(ABC):
         return rows
 
     def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
-        """Return the plain tensor of a gradient, if `converts_gradients`; may be collective."""
+        """Return the plain tensor of a gradient, with `converts_gradients`; may be collective."""
         del index
         return grad
 
@@ -513,8 +514,8 @@ class KeptPart:
     Attributes:
         values: Range `axis.rank` of `axis.size` equal ones, 1-D, compute dtype.
         axis: Axis over which backward gathers.
-        version: Version of the shard that it was gathered from.
-        fence: Fence after which the values are there.
+        version: Version of the shard from which it was gathered.
+        fence: Fence after which the values are complete.
     """
 
     values: Tensor
@@ -587,12 +588,13 @@ class FlatStore(Store):
         return spec
 
     def _is_written_here(self, index: int) -> bool:
-        """Whether this rank offers a parameter to checkpoints.
+        """Whether this rank writes its piece of a parameter to checkpoints.
 
-        On a mesh of tensor parallelism ranks may hold equal elements of a parameter that is not
-        split over it, cut at other places, since other parameters of the bucket have parts of
-        other sizes. The first of these ranks writes. Axes are told by their ranks: DTensors of one
-        model may have equal meshes of several objects, because torch caches what operators return.
+        Ranks of tensor parallelism may hold equal elements of a parameter that is not split over
+        their mesh. They may cut it at different places, since other parameters of the bucket have
+        parts of different sizes. The first of these ranks writes. Axes are compared by their ranks:
+        DTensors of one model may have equal meshes that are different objects, because torch caches
+        results of operators.
         """
         own = self._tensor_parallel[index]
         split = set() if own is None else {axis.members for axis in own.axes}
@@ -637,7 +639,7 @@ class FlatStore(Store):
         self.unsharded = [
             self._new_unsharded(i, self._view_of(i)) for i in range(len(self.entries))
         ]
-        # DTensors, and quantized weights, have no address of their own.
+        # DTensors and quantized weights have no address of their own.
         self._movable = [
             (i, layout.offsets[i] * plan.param_dtype.itemsize)
             for i, param in enumerate(self.unsharded)
@@ -645,7 +647,7 @@ class FlatStore(Store):
         ]
 
     def _view_of(self, index: int) -> Tensor:
-        """Return what parameter `index` is made of: over a part of the unsharded buffer."""
+        """Return the view for parameter `index` over its part of the unsharded buffer."""
         view = self._view(self.layout.shapes[index], self.layout.offsets[index])
         tensor_parallel = self._tensor_parallel[index]
         if tensor_parallel is None:
@@ -654,7 +656,7 @@ class FlatStore(Store):
         return result
 
     def _free_first_memory(self) -> None:
-        """Give back the memory that views were made over."""
+        """Give back the memory over which views were made."""
         assert self._buffer is not None
         self._buffer.close()
 
@@ -678,7 +680,7 @@ class FlatStore(Store):
         return self.entries[index].param.flat is self.shard  # type: ignore[attr-defined]
 
     def has_all_pieces(self) -> bool:
-        """Whether every parameter still has its piece here: asked in each pass."""
+        """Whether every parameter still has its piece here; each pass calls this."""
         shard = self.shard
         for entry in self.entries:  # noqa: SIM110 - a generator takes longer
             if entry.param.flat is not shard:  # type: ignore[attr-defined]
@@ -704,7 +706,7 @@ class FlatStore(Store):
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes of the unsharded buffer while it exists; 0 where it is the shard itself."""
+        """Bytes of the unsharded buffer while it exists; 0 if it is the shard itself."""
         return self._buffer.nbytes if self._buffer is not None else 0
 
     @property
@@ -726,7 +728,7 @@ class FlatStore(Store):
         self._refuse_use()
 
     def gather_jobs(self, comm: AllGather | None) -> list[Gather]:
-        """Return what the backend has to gather: over the shard axis, or what `keep_part` left."""
+        """Return the gathers for the backend: over the shard axis, or of a kept part."""
         part = self._kept_part
         if part is None:
             is_on_host = self.plan.is_offloaded
@@ -760,22 +762,22 @@ class FlatStore(Store):
         return found
 
     def unsharded_values(self, index: int) -> Tensor:
-        """Return what an unsharded parameter lies over: plain, in compute dtype."""
+        """Return the plain tensor, in compute dtype, under an unsharded parameter."""
         start = self.layout.offsets[index]
         return self._full[start : start + self.layout.numels[index]]
 
     @torch.no_grad()
     def keep_written(self, index: int) -> None:
-        """Take what was written to an unsharded parameter over into the shard.
+        """Copy what was written to an unsharded parameter into the shard.
 
-        No version is raised: what was gathered stays as good as it is, on all ranks alike.
+        No version is raised: gathered parameters stay valid, or stale, as they are on all ranks.
         """
         self.drop_part()
         if self.aliases_shard:
             return
         kept, written = self.piece(self.shard, index), self.piece(self._own, index)
         with torch_tensors.preserve_versions([self.shard]):
-            if kept.dtype != written.dtype:  # The rest keeps the digits that a cast would cost.
+            if kept.dtype != written.dtype:  # Unwritten elements keep the digits a cast would lose.
                 on_device = kept.to(written.device)
                 is_same = written == on_device.to(written.dtype)
                 written = torch.where(is_same, on_device, written.to(kept.dtype))
@@ -785,10 +787,10 @@ class FlatStore(Store):
 
     @torch.no_grad()
     def gather_values(self, values: Tensor) -> Tensor:
-        """Return the whole bucket of which `values` is this rank's range, laid out as the shard.
+        """Return the whole bucket of which `values` is this rank's range, laid out like the shard.
 
-        1-D, ``layout.padded_numel``, the dtype of `values`, on the device of unsharded parameters,
-        in memory of its own.
+        The result is 1-D, with ``layout.padded_numel`` elements and the dtype of `values`, on the
+        device of unsharded parameters, in new memory.
 
         Cost: one all-gather of the bucket.
         """
@@ -803,9 +805,9 @@ class FlatStore(Store):
         return full
 
     def whole_of(self, index: int, full: Tensor) -> Tensor:
-        """Return parameter `index` of a gathered bucket: plain, global shape, a view if it can be.
+        """Return parameter `index` of a gathered bucket: plain, global shape, a view if possible.
 
-        Collective over the axes that a tensor-parallel parameter is split over.
+        It is collective over the axes that split a tensor-parallel parameter.
         """
         layout, tensor_parallel = self.layout, self._tensor_parallel[index]
         start = layout.offsets[index]
@@ -821,7 +823,7 @@ class FlatStore(Store):
 
     @property
     def kept_part(self) -> KeptPart | None:
-        """What `keep_part` left, unless the shard has changed since."""
+        """The part that `keep_part` kept, unless the shard has changed since."""
         if self._kept_part is not None and self._kept_part.version != self.shard_version:
             self._kept_part = None
         return self._kept_part
@@ -833,7 +835,7 @@ class FlatStore(Store):
             self._kept_part = KeptPart(values, axis, self.shard_version, fence())
 
     def drop_part(self) -> None:
-        """Forget what was kept."""
+        """Drop the kept part."""
         self._kept_part = None
 
     def _range_of(self, axis: AxisComm) -> Tensor:
@@ -842,7 +844,7 @@ class FlatStore(Store):
     # --- gradients ---
 
     def new_gradient_buffer(self, receive_chunks: int) -> SendBuffer:
-        """Return what collects gradients and sends them."""
+        """Return a buffer that collects and sends gradients."""
         receive_numel = receive_chunks * self.layout.shard_numel
         return SendBuffer(self.layout, self.plan, receive_numel, self.specs[0])
 
@@ -854,9 +856,9 @@ class FlatStore(Store):
 
 
 def _tensor_parallel_of(param: Tensor, mesh: DeviceMesh) -> Any:
-    """Return how a parameter is spread over a mesh of its own, `TensorParallel`, or None.
+    """Return how a parameter is spread over its own mesh, `TensorParallel`, or None.
 
-    Without the axes of that mesh that lie in `mesh`.
+    Axes of that mesh that lie in `mesh` are left out.
     """
     if isinstance(param, ShardedTensor):
         return param.spec.tensor_parallel

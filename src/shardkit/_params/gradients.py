@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 # --- gradients of a bucket ------------------------------------------------------------------------
 #
 # [Note: tensors of a reduction]
-# - unsharded gradient: what autograd leaves in ``.grad`` of an unsharded parameter; taken from it
-#   at once.
+# - unsharded gradient: the gradient that autograd leaves in ``.grad`` of an unsharded parameter; it
+#   is taken from there at once.
 # - send buffer: 1-D, ``layout.padded_numel``, `reduce_dtype`; the unsharded gradients are copied
-#   into it as they come. A root, whose gradients come at both ends of backward, holds them until
-#   the last one has come, so that its send buffer exists only shortly; so does a layer where a
-#   kernel, or a call, for each gradient would cost more than the memory.
-# - receive buffer: what other ranks send, where the backend does the sum itself.
+#   into it as they come. A root's gradients come at both ends of backward. It holds them until the
+#   last one has come, so that its send buffer exists only for a short time. A layer holds them,
+#   too, if a kernel, or a call, for each gradient would cost more than the memory.
+# - receive buffer: data from other ranks, if the backend does the sum itself.
 # - unsynced: while gradients are not synced, the send buffer stays, and is added to.
 # - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-reduce over the
 #   replicate axis is switched off.
@@ -52,7 +52,8 @@ def assign_grad(
 ) -> None:
     """Add this rank's piece of a reduced gradient to a sharded parameter's ``.grad``.
 
-    `flat` has those of the whole shard, and `piece`, 1-D, is a view of it; None: of nothing.
+    `flat` has the gradients of the whole shard, and `piece`, 1-D, is a view of it; None: `piece` is
+    no view.
     """
     grad = param.grad
     if grad is None:
@@ -65,23 +66,23 @@ def assign_grad(
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which autocast is off: a backward may run inside of the user's."""
+    """Return a context without autocast, since a backward may run inside the user's autocast."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 class BucketGradients:
-    """Collects one bucket's unsharded gradients, and assigns the sharded ones.
+    """Collector of one bucket's unsharded gradients, which also assigns the sharded ones.
 
     Attributes:
         bucket: Bucket of the gradients.
-        num_ranks: Ranks whose gradients are averaged.
+        num_ranks: Number of ranks whose gradients are averaged.
         send_nbytes: Bytes that a reduction sends.
         fired: One byte per parameter: 1 if its gradient came since the last synced backward.
-        held: Gradients that came and were not copied to the send buffer, by parameter.
-        holds_layers: Whether those of a layer are held until all have come, and then copied by one
-            list operator: where a kernel costs more than memory, and where all of them are small.
+        held: Gradients that came but were not copied to the send buffer, by parameter.
+        holds_layers: Whether gradients of a layer are held until all have come, and then copied by
+            one list operator: if a kernel costs more than memory, or if all of them are small.
         partial: Sums over the shard axis that wait for the all-reduce.
     """
 
@@ -108,7 +109,7 @@ class BucketGradients:
         self._buffer: SendBuffer | TracedSend | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
         self._unused: set[str] = set()
-        self._comm: AllReduce | None = None  # The user's that was called in this backward.
+        self._comm: AllReduce | None = None  # The user's function called in this backward.
 
     # --- sizes and state ---
 
@@ -126,7 +127,7 @@ class BucketGradients:
 
     @property
     def is_sent(self) -> bool:
-        """Whether a reduction carries the bucket: a frozen one, only with what is from before."""
+        """Whether a reduction has this bucket; a frozen one only if it has earlier gradients."""
         return self.bucket.is_trainable or self.partial is not None or self.has_collected
 
     @property
@@ -148,11 +149,11 @@ class BucketGradients:
 
         Args:
             index: Position of the parameter in the bucket.
-            grad: Gradient in compute dtype; not kept unless `hold`. That of a DTensor is brought to
-                the parameter's placements, which may take a collective over its mesh.
+            grad: Gradient in compute dtype; kept only with `hold`. A DTensor's gradient is brought
+                to the parameter's placements, which may take a collective over its mesh.
             streams: Streams that order the copy.
             pool: Pool of the send buffer's memory.
-            hold: Whether to keep the tensor rather than copy it now.
+            hold: Whether to keep the tensor and not copy it now.
         """
         self.fired[index] = 1
         if self.bucket.store.converts_gradients:
@@ -164,7 +165,7 @@ class BucketGradients:
             buffer.write(index, grad, streams, pool)
 
     def assign_local(self, index: int, grad: Tensor, divide_factor: float | None) -> None:
-        """Take the gradient of one parameter and assign it at once: nobody else has a part."""
+        """Take the gradient of one parameter and assign it at once: no other rank has a part."""
         self.fired[index] = 1
         bucket = self.bucket
         if bucket.store.converts_gradients:
@@ -179,7 +180,7 @@ class BucketGradients:
         assign_grad(bucket.entries[index].param, piece, bucket.store.specs[index])
 
     def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
-        """Copy what is held into the send buffer, and drop it."""
+        """Copy the held gradients into the send buffer, and drop them."""
         if not self.held:
             return
         if self.holds_layers:
@@ -191,7 +192,7 @@ class BucketGradients:
 
     @property
     def sends_parts(self) -> bool:
-        """Whether what is held is all that is sent, and can be sent from where it is."""
+        """Whether only held gradients are sent, and can be sent from where they are."""
         return (
             self._may_send_parts
             and len(self.held) == len(self.fired)
@@ -199,14 +200,14 @@ class BucketGradients:
         )
 
     def take_parts(self) -> list[list[Tensor]]:
-        """Return what is held as each rank gets it, in parts, and drop it."""
+        """Return the held gradients in parts for each rank, and drop them."""
         parts = self.bucket.store.parts_by_rank(self.held)
         self.held = {}
         return parts
 
     @property
     def buffer(self) -> SendBuffer | TracedSend:
-        """Where gradients are collected; made at first use."""
+        """Buffer that collects gradients; made at first use."""
         if self._buffer is None:
             with torch.inference_mode(mode=False):
                 self._buffer = self.bucket.store.new_gradient_buffer(self._receive_chunks)
@@ -221,7 +222,7 @@ class BucketGradients:
             comm(tensor, self.bucket.store.gradient_pieces(), axis, unit)
 
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
-        """Give the send buffer's memory back; what was started is done at `fence`."""
+        """Give the send buffer's memory back; started collectives are done at `fence`."""
         if self._buffer is not None:
             self._buffer.close_send(pool, fence, by_compute=by_compute)
 
@@ -231,7 +232,7 @@ class BucketGradients:
             self._buffer.close_receive(pool)
 
     def assign(self, out: Tensor) -> None:
-        """Assign what was reduced, 1-D and as long as the shard, to the parameters that fired."""
+        """Assign a reduced gradient, 1-D and as long as the shard, to parameters that fired."""
         bucket, store, fired = self.bucket, self.bucket.store, self.fired
         flat = out if store.keeps_flats else None
         if flat is not None and all(fired) and (before := _flat_of_grads(bucket)) is not None:
@@ -247,7 +248,7 @@ class BucketGradients:
                 self._unsettled.append((index, store.piece(out, index)))
             elif flat is None or has_hooks or param.grad is not None:
                 assign_grad(param, store.piece(out, index), spec, flat)
-            else:  # As `assign_grad`: calls less for each gradient.
+            else:  # The same as `assign_grad`, with fewer calls for each gradient.
                 param.grad = ShardedTensor.over(flat, spec)
 
     def settle(self, used_anywhere: Sequence[int]) -> None:
@@ -265,7 +266,7 @@ class BucketGradients:
         self._unsettled.clear()
 
     def forget_fired(self) -> None:
-        """A synced backward is over; tell the user's all-reduce which results nobody got."""
+        """End a synced backward; tell the user's all-reduce which results no parameter got."""
         self.fired[:] = bytes(len(self.fired))
         comm, self._comm = self._comm, None
         unused, self._unused = self._unused, set()
@@ -275,7 +276,7 @@ class BucketGradients:
                 settle(self.bucket.store.gradient_pieces(), unused)
 
     def reset(self, pool: SlotPool, fence: Event | None) -> None:
-        """Drop everything that is not in a ``.grad`` yet; compute has come to `fence`."""
+        """Drop all gradients that are not in a ``.grad`` yet; compute has reached `fence`."""
         self.close_send(pool, fence, by_compute=True)
         self.close_receive(pool)
         self._unsettled.clear()
@@ -285,7 +286,7 @@ class BucketGradients:
 
 
 def _flat_of_grads(bucket: Bucket) -> Tensor | None:
-    """Return the one tensor of which all gradients of a bucket are views, laid out as its shard."""
+    """Return the tensor of which all gradients of a bucket are views, laid out like its shard."""
     grads: list[Any] = [entry.param.grad for entry in bucket.entries]
     flat = common_flat(grads)
     if flat is None or any(grad.flat_start for grad in grads):
@@ -304,10 +305,10 @@ class _Started:
     """A reduction under way.
 
     Attributes:
-        handle: Handle that waits for it; maybe shared with other groups.
-        first: Position of this group's results among the handle's.
-        sent: Buckets that it carries.
-        are_partial: Flag of each of them: whether it goes over the shard axis only.
+        handle: Handle that waits for the reduction; it may be shared with other groups.
+        first: Position of this group's first result among those of the handle.
+        sent: Buckets in the reduction.
+        are_partial: Flag of each bucket: whether it goes over the shard axis only.
         is_closed: Whether the send buffers were given back.
     """
 
@@ -330,19 +331,19 @@ def predivide_factor_for(num_ranks: int) -> float:
 
 
 class GroupGradients:
-    """Starts reductions of a group's gradients, and waits for them.
+    """The gradients of a group, with their reductions.
 
     Args:
-        buckets: The group's buckets that may be trained, each on a mesh of its own perhaps.
-        comm: Settings that the user chose; may change between backwards.
+        buckets: The group's buckets that may be trained; each may have its own mesh.
+        comm: Settings that the user chose; they may change between backwards.
         weight: Multiplier that turns gradients of the global-mean loss into gradients of this
             rank's local-mean loss.
 
     Attributes:
         buckets: Gradients of the buckets.
-        may_be_local: Whether they are assigned at once, unless the user has a hook on buffers.
-        holds_layers: Whether those of a layer are held until all have come.
-        are_converted: Whether a gradient is more than its values: a DTensor's placements count.
+        may_be_local: Whether gradients are assigned at once, unless the user has a hook on buffers.
+        holds_layers: Whether gradients of a layer are held until all have come.
+        are_converted: Whether a gradient is more than its values: a DTensor also has placements.
     """
 
     def __init__(
@@ -371,7 +372,7 @@ class GroupGradients:
         return self._weight / (num_ranks if factor is None else factor)
 
     def _before(self, num_ranks: int) -> float | None:
-        """What gradients are multiplied with before the sum; None: as the backend does it."""
+        """Return the factor of gradients before the sum; None: the backend decides."""
         factor = self._comm.predivide_factor
         if factor is None:
             return None
@@ -384,7 +385,7 @@ class GroupGradients:
     def _all_reduce_of(
         self, gradients: BucketGradients
     ) -> Callable[[Tensor, float], object] | None:
-        """Return the user's all-reduce for one bucket, if it has one and there are others."""
+        """Return the user's all-reduce for one bucket, if there is one, and other replicas."""
         comm, axis = self._comm.all_reduce, gradients.bucket.plan.replicate_axis
         if comm is None or axis is None or axis.size == 1 or self._is_partial(gradients):
             return None
@@ -412,12 +413,12 @@ class GroupGradients:
 
     @property
     def has_partials(self) -> bool:
-        """Whether sums wait for the all-reduce."""
+        """Whether partial sums wait for the all-reduce."""
         return any(each.partial is not None for each in self.buckets)
 
     @property
     def has_pending(self) -> bool:
-        """Whether anything waits: gradients, or sums that were not all-reduced."""
+        """Whether gradients wait, or sums that were not all-reduced."""
         return any(each.has_collected or each.partial is not None for each in self.buckets)
 
     @property
@@ -426,17 +427,17 @@ class GroupGradients:
         return any(each.needs_settling for each in self.buckets)
 
     def assign(self, gradients: BucketGradients, index: int, grad: Tensor) -> None:
-        """Assign the gradient of one parameter, where `is_local`."""
+        """Assign the gradient of one parameter, if `is_local`."""
         gradients.assign_local(index, grad, self._comm.divide_factor)
 
     def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
-        """Copy what is held into the send buffers, and drop it."""
+        """Copy the held gradients into the send buffers, and drop them."""
         for each in self.buckets:
             each.write_held(streams, pool)
 
     @property
     def sends_parts(self) -> bool:
-        """Whether all that is held can be sent from where it is."""
+        """Whether all held gradients can be sent from where they are."""
         for each in self.buckets:
             if not each.sends_parts and each.is_sent:
                 return False
@@ -446,14 +447,14 @@ class GroupGradients:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether a reduction was started and not finished: the send buffers are on the wire."""
+        """Whether a reduction was started and not finished: the send buffers are in flight."""
         return bool(self._started)
 
     def prepare(self, streams: CommStreams, pool: SlotPool, *, all_reduce: bool) -> list[Reduction]:
-        """Make ready to reduce what was collected, zeros for what did not come.
+        """Prepare to reduce the collected gradients, with zeros for missing ones.
 
         Returns:
-            Reductions for the backend, one per bucket; give `started` the handle.
+            Reductions for the backend, one per bucket; pass their handle to `started`.
         """
         assert not self.is_reducing, "the send buffers are on the wire"
         self._all_reduces = all_reduce
@@ -502,7 +503,7 @@ class GroupGradients:
         )
 
     def started(self, handle: ReduceHandle, first: int, pool: SlotPool) -> None:
-        """Note the reduction that carries this group's, as its results from `first` on."""
+        """Note the started reduction; this group's results are those from `first` on."""
         is_closed = handle.was_copied or (handle.fence is not None and pool.keeps_memory)
         if is_closed:
             self._close_send(pool, handle)
@@ -546,7 +547,7 @@ class GroupGradients:
             each.settle(used)
 
     def forget_fired(self) -> None:
-        """A synced backward is over."""
+        """End a synced backward."""
         if not self.has_partials:
             for each in self.buckets:
                 each.forget_fired()
@@ -555,10 +556,10 @@ class GroupGradients:
         """Drop everything that is not in a ``.grad`` yet, after an exception."""
         dropped, self._started = self._started, []
         for started in dropped:
-            # Not its results: a user's hook would run, which may be what raised.
+            # Do not take its results: a user's hook would run, and may have raised the exception.
             started.handle.wait_sent()
             pool.passed(started.handle.fence)
-        fence = pool.fence()  # Compute waits for all streams before.
+        fence = pool.fence()  # Compute has waited for all streams before.
         for each in self.buckets:
             each.reset(pool, fence)
 

@@ -1,4 +1,4 @@
-"""Which parameters share a bucket, and which kind of store they have."""
+"""Buckets of a group: which parameters share one, and which kind of store it has."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
-    """Return a bucket for sharded parameters that are cut as `bucket`'s are, with their dtype.
+    """Return a bucket for sharded parameters that are cut like those of `bucket`, in their dtype.
 
-    For parameters whose pieces were replaced, and for copies.
+    It is for parameters whose pieces were replaced, and for copies.
 
     Raises:
         StateError: Their dtypes or devices differ, or they are on another device than the mesh.
@@ -61,7 +61,7 @@ def restore(
     layout: Any,
     offload: OffloadPolicy,
 ) -> Bucket:
-    """Return a bucket of sharded parameters that are cut as `layout` says."""
+    """Return a bucket of sharded parameters that are cut according to `layout`."""
     result = _new_bucket(entries, mesh, policy, offload, layout)
     for index in range(len(entries)):
         result.swap_in(index)
@@ -84,9 +84,9 @@ def make_buckets(
 def split_by_kind(
     entries: Sequence[ParamEntry], *, policy: MixedPrecisionPolicy
 ) -> list[list[ParamEntry]]:
-    """Split parameters into those of one bucket, in order of appearance; the same on all ranks.
+    """Split parameters by bucket, in order of appearance, in the same way on all ranks.
 
-    Those on one mesh have it as one object.
+    Parameters on one mesh have the same mesh object.
     """
     by_kind: dict[tuple[Any, ...], list[ParamEntry]] = {}
     for entry in entries:
@@ -100,7 +100,7 @@ def split_by_kind(
             id(entry.mesh),
         )
         if subclass_of(entry) is not None:
-            kind = (*kind, id(param))  # Alone.
+            kind = (*kind, id(param))  # This parameter has its own bucket.
         by_kind.setdefault(kind, []).append(entry)
     return [*by_kind.values()]
 
@@ -114,7 +114,7 @@ def _new_bucket(
 ) -> Bucket:
     plan = plan_for(entries, mesh, policy, offload)
     for entry in entries:
-        entry.mesh = entry.around = None  # The plan knows them.
+        entry.mesh = entry.around = None  # The plan has them now.
     # Tensors made in inference mode could never be trained.
     with torch.inference_mode(mode=False), torch.no_grad():
         return Bucket(store_class(entries[0], plan.mesh)(plan, list(entries), layout))
@@ -126,7 +126,7 @@ def plan_for(
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
 ) -> BucketPlan:
-    """Return the plan of a bucket of parameters; `mesh` is that of its group."""
+    """Return the plan of a bucket of parameters; `mesh` is the mesh of its group."""
     first = entries[0]
     dtype, own = stored_dtype(first), first.mesh or mesh
     around = next((entry.around for entry in entries if entry.around is not None), None)
@@ -137,7 +137,7 @@ def plan_for(
 def store_class(
     entry: ParamEntry, mesh: DeviceMesh
 ) -> type[FlatStore | SubclassStore | TracedStore]:
-    """Return what keeps a bucket that begins with a parameter."""
+    """Return the class of store for a bucket that begins with this parameter."""
     gathers_itself = subclass_of(entry) is not None
     is_packed = packing_of(entry) is not None
     if not mesh.backend.is_traced:
@@ -167,12 +167,11 @@ class PlannedBucket:
     """A bucket before it is made.
 
     Attributes:
-        plan: Dtypes and devices, as they are once the parameters have values.
+        plan: Dtypes and devices that apply once the parameters have values.
         layout: Layout of the bucket.
-        nbytes: Size of the parameters in the dtype they are stored in, on all ranks together, in
-            bytes.
+        nbytes: Size of the parameters in their storage dtype, on all ranks together, in bytes.
         shard_nbytes: Size of this rank's shard in bytes.
-        unsharded_nbytes: Size of the unsharded buffer in bytes; 0 where that is the shard itself.
+        unsharded_nbytes: Size of the unsharded buffer in bytes; 0 if that is the shard itself.
         is_trainable: Whether its gradients are reduced.
     """
 
@@ -190,7 +189,7 @@ class PlannedBucket:
 
     @property
     def send_nbytes(self) -> int:
-        """Bytes that a reduction sends; 0 where nothing is trained."""
+        """Bytes that a reduction sends; 0 if nothing is trained."""
         itemsize = self.plan.reduce_dtype.itemsize
         return self.layout.padded_numel * itemsize if self.is_trainable else 0
 
@@ -210,7 +209,7 @@ def plan_buckets(
     """Return the buckets that `make_buckets` would make.
 
     For parameters that gather themselves (`subclass_store`) the unsharded bytes are those of a
-    plain parameter: only their own hooks know what they send.
+    plain parameter, because only their own hooks know what is sent.
     """
     return [
         _planned(plan_for(alike, mesh, policy, offload).materialized(), alike)

@@ -2,13 +2,13 @@
 
 The unsharded parameters of a bucket are views of ONE storage for its whole life: autograd saves
 views of them, and a tensor pointed elsewhere between forward and backward would train on wrong
-weights without an error. What comes and goes is the memory behind the storage. With torch >= 2.12
-a slot is swapped under it and back, so nothing is mapped anew within a step; older torch resizes
-the storage, correct and slower. Buffers of gradients work in the same way and draw on the same
-slots: memory that held a group's gradients holds the next group's parameters a moment later.
+weights without an error. Only the memory behind the storage comes and goes. With torch >= 2.12 a
+slot is swapped under the storage and back, so nothing is mapped anew within a step. Older torch
+resizes the storage, which is correct but slower. Buffers of gradients work in the same way and use
+the same slots: memory that held a group's gradients soon holds the next group's parameters.
 
-All memory belongs to the compute stream: it is allocated and freed in its order, and whoever
-writes it from another stream waits for the slot's fence first.
+All memory belongs to the compute stream: it is allocated and freed in the order of that stream.
+Code that writes it from another stream waits for the slot's fence first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEAST_NBYTES = 2**20
 
 @functools.cache
 def _trim() -> Any:
-    """Return glibc's ``malloc_trim``; None: another C library, which has none."""
+    """Return glibc's ``malloc_trim``; None: another C library, which does not have it."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
@@ -47,11 +47,11 @@ def _trim() -> Any:
 
 
 def give_back(freed_nbytes: int) -> None:
-    """Give the pages of freed memory back to the system, where much was freed on the host.
+    """Give the pages of freed memory back to the system, if much was freed on the host.
 
-    glibc keeps freed tensors of up to 32 MiB, and often cannot use their place for the next ones:
-    what torch asks for is aligned, so a hole of exactly its size is too small. A model whose layers
-    are made, cut and freed one after the other would keep most of them in memory.
+    glibc keeps freed tensors of up to 32 MiB, and often cannot reuse their place for the next ones:
+    torch asks for aligned memory, so a hole of exactly the same size is too small. A model whose
+    layers are made, cut and freed one after the other would keep most of them in memory.
     """
     trim = _trim()
     if trim is not None and freed_nbytes >= _LEAST_NBYTES:
@@ -61,7 +61,7 @@ def give_back(freed_nbytes: int) -> None:
 # --- slots ----------------------------------------------------------------------------------------
 
 _LARGEST_WASTE = 2
-"""A free slot is taken for a buffer if it is at most this many times as large."""
+"""Limit for reuse: a buffer takes a free slot that is at most this many times as large."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,11 +69,11 @@ class Slot:
     """Memory that is or was behind a storage.
 
     Attributes:
-        storage: Storage that holds the memory while the slot is free, and is empty while it is
-            used.
+        storage: Storage that holds the memory while the slot is free, and is empty while the slot
+            is used.
         nbytes: Size of the memory in bytes.
         free_after: Fence after which the memory may be written.
-        is_passed: Whether the compute stream has come past the fence.
+        is_passed: Whether the compute stream has passed the fence.
     """
 
     storage: torch.UntypedStorage
@@ -83,18 +83,18 @@ class Slot:
 
 
 class Buffer:
-    """A storage for the life of a bucket, with memory behind it from time to time.
+    """A storage for the life of a bucket, which has memory behind it for some of the time.
 
-    Make its views between construction and `close`: they need memory to be made.
+    Make its views between construction and `close`, since making a view needs memory.
 
     Args:
         nbytes: Size of the memory in bytes while there is any.
         device: Device of the memory.
-        kind: Word for what it is, for events: ``unsharded``, ``send``, ``receive``.
+        kind: Word for the kind of buffer, for events: ``unsharded``, ``send``, ``receive``.
         of: Cut of its first parameter, which has the name.
 
     Attributes:
-        slot: Memory of now; None: the views must not be used.
+        slot: Current memory; None: the views must not be used.
     """
 
     def __init__(self, nbytes: int, device: torch.device, kind: str, of: ShardSpec) -> None:
@@ -122,7 +122,7 @@ class Buffer:
         return self.slot.free_after  # order: whoever writes a buffer waits for its slot
 
     def release(self, pool: SlotPool, fence: Event | None, *, by_compute: bool) -> None:
-        """Give the memory back; whoever used it, the compute stream or not, is done at `fence`."""
+        """Give the memory back; its users, on the compute stream or not, are done at `fence`."""
         assert self.slot is not None
         if _events.observer is not None:
             self._tell("return")
@@ -140,7 +140,7 @@ class SlotPool:
     """The slots of one root on one device.
 
     Attributes:
-        keeps_memory: Whether slots are reused, rather than freed and allocated again.
+        keeps_memory: Whether slots are reused, and not freed and allocated again.
     """
 
     def __init__(self, streams: CommStreams) -> None:
@@ -149,7 +149,7 @@ class SlotPool:
         self.keeps_memory = torch_tensors.HAS_STORAGE_SWAP
 
     def acquire(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
-        """Put at least `nbytes` behind an empty `storage`: a free slot, or a new one."""
+        """Put a free or new slot of at least `nbytes` behind an empty `storage`."""
         if not self.keeps_memory:
             self._streams.resize_storage(storage, nbytes)
             if _events.observer is not None:
@@ -163,7 +163,7 @@ class SlotPool:
     def release(
         self, storage: torch.UntypedStorage, slot: Slot, fence: Event | None, *, by_compute: bool
     ) -> None:
-        """Take the memory away from `storage`; without `keeps_memory` it must be unused by now."""
+        """Take the memory from `storage`; without `keeps_memory` it must be unused by now."""
         if not self.keeps_memory:
             self._streams.resize_storage(storage, 0)
             if _events.observer is not None:
@@ -187,8 +187,8 @@ class SlotPool:
     def trim(self) -> None:
         """Give free slots back to the allocator.
 
-        Not those that a collective may still use: the allocator goes by the order of the compute
-        stream, which has not waited for it.
+        Slots that a collective may still use are kept: the allocator follows the order of the
+        compute stream, which has not waited for the collective.
         """
         if _events.observer is not None:
             for slot in self._free:
@@ -200,17 +200,18 @@ class SlotPool:
     def drop(self) -> None:
         """Give all free slots back, after compute has waited for all streams.
 
-        The memory of a slot belongs to the graph that it was allocated in, or to none; and fences
-        of one cannot be waited for in the other.
+        The memory of a slot belongs to the graph in which it was allocated, or to none. Code inside
+        a graph cannot wait for fences from outside, and vice versa.
         """
         self._free.clear()
 
     def _take(self, nbytes: int) -> Slot:
         """Return a free slot that fits without much waste, or a new one.
 
-        Of those that fit: the smallest that the compute stream has passed. One that a collective
-        may still use only if another such one is there: of two the older is probably done, while
-        to wait for the last one would let compute and communication take turns.
+        Of the slots that fit, it returns the smallest that the compute stream has passed. It
+        returns a slot that a collective may still use only if there is another such slot: the older
+        of two is probably done, but a wait for the last one would serialize compute and
+        communication.
         """
         best, oldest, num_fitting = None, None, 0
         for slot in self._free:
@@ -233,7 +234,7 @@ class SlotPool:
 # --- freed parameters -----------------------------------------------------------------------------
 
 NAME_ATTRIBUTE = "_shardkit_fqn"
-"""Where an unsharded parameter keeps its name; no other parameter has it."""
+"""Attribute in which an unsharded parameter keeps its name; other parameters do not have it."""
 
 _READ_MEMORY = ("T", "mT", "H", "mH", "data", "real", "imag")
 """Attributes that are tensors over the same memory."""
@@ -268,7 +269,7 @@ def _needs_no_memory(func: Any) -> bool:
 
 
 class _Freed:
-    """What the classes of parameters without memory have in common."""
+    """The common part of the classes of parameters without memory."""
 
     __slots__ = ()
 
@@ -300,25 +301,25 @@ def _freed_error(param: Any) -> FreedParameterError:
 
 
 class FreedParameter(_Freed, nn.Parameter):  # type: ignore[misc]  # Tensor.__repr__ takes more.
-    """Class of an unsharded parameter whose memory is gone: any use raises, with its name.
+    """Class of an unsharded parameter whose memory was freed: any use raises, with its name.
 
-    Reading freed memory can kill the process, so the class of the Parameter object is exchanged,
-    which costs nothing, rather than its contents.
+    Reading freed memory can kill the process. So the class of the Parameter object is exchanged,
+    and not its contents, which costs nothing.
     """
 
 
 class FreedLeaf(_Freed, Tensor):  # type: ignore[misc]
-    """Class of a tensor that an unsharded parameter lies over, while its memory is gone."""
+    """Class of a tensor under an unsharded parameter, while its memory is freed."""
 
     def __deepcopy__(self, memo: object) -> Any:
-        """Return itself: a module may refer to it, and its copy gets others in its forward."""
+        """Return itself: a module may refer to it, and a copy gets new tensors in its forward."""
         del memo
         return self
 
 
 @functools.cache
 def class_without_memory(cls: type) -> type:
-    """Return what the class of an unsharded parameter is exchanged with, e.g. a DTensor's."""
+    """Return the class that replaces the class of an unsharded parameter, e.g. a DTensor's."""
     if cls is nn.Parameter:
         return FreedParameter
 
@@ -326,5 +327,5 @@ def class_without_memory(cls: type) -> type:
         del args, kwargs
         raise _freed_error(self)
 
-    methods = ("to_local", "full_tensor", "redistribute")  # No functions of torch: not seen above.
+    methods = ("to_local", "full_tensor", "redistribute")  # They are not functions of torch.
     return type(f"Freed{cls.__name__}", (_Freed, cls), dict.fromkeys(methods, refuse))

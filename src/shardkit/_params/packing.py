@@ -1,12 +1,12 @@
 """Frozen parameters over several tensors, as one tensor of bytes.
 
 [Note: packed parameters]
-A quantized weight lies over codes, scales and the like: its *parts*, of different dtypes. They may
-be such tensors themselves; in the end there are plain ones, the *leaves*. `Packing` lays the leaves
-end to end, each on 16 bytes, in one 1-D uint8 tensor, which is cut, gathered and saved like any
-other. It is the same for every number of ranks. The unsharded parameter is put together once, over
-leaves that are views of the unsharded buffer. So a gather moves the few bits that there are, and
-nothing is copied before or after it.
+A quantized weight consists of *parts* of different dtypes, such as codes and scales. Parts may
+have parts themselves; the innermost are plain tensors, the *leaves*. `Packing` lays the leaves end
+to end, each aligned to 16 bytes, in one 1-D uint8 tensor, which is cut, gathered and saved like any
+other. That tensor is the same for every number of ranks. The unsharded parameter is put together
+once, over leaves that are views of the unsharded buffer. So a gather moves only the quantized bits,
+and nothing is copied before or after it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 # --- parts ----------------------------------------------------------------------------------------
 #
-# Three kinds of parameters have parts. Classes that users register by `register_parts`. Wrapper
-# subclasses, which torch asks by ``__tensor_flatten__`` and ``__tensor_unflatten__``. And the
-# parameters of bitsandbytes, which keep their scales in attributes: they are known by these
-# attributes, and nothing is imported.
+# Three kinds of parameters have parts: classes that users register by `register_parts`; wrapper
+# subclasses with ``__tensor_flatten__`` and ``__tensor_unflatten__``; and the parameters of
+# bitsandbytes, which keep their scales in attributes. The last are recognized by these attributes,
+# and nothing is imported.
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """How tensors of one class are taken apart."""
 
-    flatten: Flatten  # Parts by name, and whatever else it takes to put them together.
+    flatten: Flatten  # Returns parts by name, and all else that is needed to put them together.
     unflatten: Unflatten  # Puts other parts of the same shapes together.
-    # What is wrong with a tensor that has no parts yet; None: nothing.
+    # Returns what is wrong with a tensor that has no parts yet; None: nothing.
     problem: Callable[[Any], str | None] = lambda _: None
-    # Attributes that stay on the sharded parameter as they are, whole on every rank.
+    # Attributes that the sharded parameter keeps unchanged, whole on every rank.
     kept: tuple[str, ...] = ()
     # Called with the parameter and each module that holds it, before `flatten`.
     prepare: Callable[[Any, nn.Module], None] = lambda *_: None
-    # Called with each such module when nothing may hold the whole parts any more.
+    # Called with each such module, which must then drop the whole parts.
     release: Callable[[nn.Module], None] = lambda _: None
 
 
@@ -60,14 +60,14 @@ _registered: dict[type, Parts] = {}
 
 
 def register_parts(cls: type[Tensor], flatten: Flatten, unflatten: Unflatten) -> None:
-    """Say which tensors frozen parameters of a class lie over, so that `fully_shard` cuts these.
+    """Register the parts of frozen parameters of a class, so that `fully_shard` cuts these.
 
-    For quantized weights of classes that keep codes and scales in attributes. A class with
+    It is for quantized weights whose class keeps codes and scales in attributes. A class with
     ``__tensor_flatten__`` and ``__tensor_unflatten__`` needs no registration. Call it before
     `fully_shard`, on all ranks.
 
     Args:
-        cls: Class of the parameter; classes derived from it are taken apart in the same way.
+        cls: Class of the parameter; subclasses are taken apart in the same way.
         flatten: Function of the parameter. It returns the parts, a dict of dense tensors of any
             shape and dtype on the parameter's device, and a context: anything that is no tensor.
         unflatten: Function of parts with the same names, shapes, strides and dtypes, and of the
@@ -76,7 +76,7 @@ def register_parts(cls: type[Tensor], flatten: Flatten, unflatten: Unflatten) ->
             forward.
 
     Raises:
-        WrapError: `cls` is no tensor class, or one that torch makes plain parameters of.
+        WrapError: `cls` is no tensor class, or a class of which torch makes plain parameters.
 
     Cost: none here. In `fully_shard` the parts are copied once.
     """
@@ -104,7 +104,7 @@ def parts_of(tensor: Any) -> Parts | None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as a plain one over the same memory; a plain one itself."""
+    """Return a plain tensor over the memory of a tensor; a plain tensor is returned itself."""
     if type(tensor) is Tensor:
         return tensor
     with torch_tensors.plain_torch_functions():
@@ -112,7 +112,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def check_no_hidden_parts(name: str, param: nn.Parameter) -> None:
-    """Refuse a frozen parameter whose class keeps tensors in attributes: it would lose these."""
+    """Refuse a frozen parameter whose class keeps tensors in attributes, which it would lose."""
     if param.requires_grad or type(param) is nn.Parameter or isinstance(param, ShardedTensor):
         return
     for attribute, value in vars(param).items():
@@ -159,7 +159,7 @@ def _flatten_4bit(tensor: Any) -> tuple[dict[str, Tensor], Any]:
     for prefix, holder in (("", state), ("state2.", getattr(state, "state2", None))):
         if holder is not None:
             parts |= {prefix + k: v for k, v in vars(holder).items() if isinstance(v, Tensor)}
-    # Not the module: it would be that of another model in a copy.
+    # Leave out the module: in a copy it would be the module of another model.
     own = {k: v for k, v in vars(tensor).items() if k not in ("quant_state", "module")}
     return parts, (type(tensor), own, _without_tensors(state))
 
@@ -188,11 +188,11 @@ def _without_tensors(state: Any) -> Any:
 
 
 def _release_4bit(module: Any) -> None:
-    """Drop the module's own reference to the state, which is made anew for each gather's memory."""
+    """Drop the module's own reference to the state, which is made again for each gather."""
     if getattr(module, "quant_state", None) is not None:
         module.quant_state = None
     if hasattr(module, "support_avx512bf16_for_cpu"):
-        # In eval its forward would put a repacked whole weight into the parameter, for good.
+        # In eval its forward would permanently put a repacked whole weight into the parameter.
         module.support_avx512bf16_for_cpu = False
 
 
@@ -202,7 +202,7 @@ def _is_8bit(tensor: Any) -> bool:
 
 
 def _prepare_8bit(tensor: Any, module: Any) -> None:
-    """Take back what the module's first forward took from the parameter."""
+    """Give back to the parameter what the module's first forward took from it."""
     state = getattr(module, "state", None)
     if tensor.CB is None and getattr(state, "CB", None) is not None:
         tensor.CB, tensor.SCB = module.state.CB, module.state.SCB
@@ -243,19 +243,19 @@ _BY_ATTRIBUTES: list[tuple[Callable[[Any], bool], Parts]] = [
             _flatten_8bit,
             _unflatten_8bit,
             _not_quantized,
-            # One number for each row: its modules save and load them by themselves.
+            # One number for each row, which the modules themselves save and load.
             kept=("SCB",),
             prepare=_prepare_8bit,
             release=_release_8bit,
         ),
     ),
 ]
-"""How they are known, and taken apart."""
+"""Tests that recognize these parameters, and how to take them apart."""
 
 
 # --- packing --------------------------------------------------------------------------------------
 
-_ALIGNMENT = 16  # Bytes; as the layout's.
+_ALIGNMENT = 16  # Bytes, as in the layout.
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +274,9 @@ class Leaf:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def over(self, storage: torch.UntypedStorage, start: int) -> Tensor:
-        """Return the tensor in memory that begins with the bytes at `start`.
+        """Return the tensor over the bytes of memory from `start` on.
 
-        It has a version counter of its own, see `flat_store`.
+        It has its own version counter, see `flat_store`.
         """
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = (start + self.start) // self.dtype.itemsize
@@ -285,7 +285,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A tensor with parts: how to put it together from them."""
+    """A tensor with parts, and how to put it together from them."""
 
     parts: Parts
     context: Any
@@ -293,12 +293,12 @@ class _Node:
 
 
 class Packing:
-    """How the leaves of one parameter lie in bytes; see the module's docstring.
+    """Positions of one parameter's leaves in bytes; see the module's docstring.
 
     Attributes:
         cls: Class of the parameter.
         shape: Shape that users see.
-        dtype: Dtype that users see, whatever the leaves' are.
+        dtype: Dtype that users see, whatever the dtypes of the leaves are.
         nbytes: Size of all leaves and the gaps between them in bytes.
         leaves: Leaves in the order of their bytes.
         parts: Functions that take the outermost tensor apart.
@@ -323,7 +323,7 @@ class Packing:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor:
-        """Return the bytes of a tensor with the same parts: 1-D uint8, in memory of its own."""
+        """Return the bytes of a tensor with the same parts: 1-D uint8, in new memory."""
         tensors = self.check(tensor)
         result = torch.zeros(self.nbytes, dtype=torch.uint8, device=tensors[0].device)
         for leaf, values in zip(self.leaves, tensors, strict=True):
@@ -332,7 +332,7 @@ class Packing:
         return result
 
     def check(self, tensor: Tensor) -> list[Tensor]:
-        """Return the leaves of a tensor that `pack` takes; refuse one of other parts, or none."""
+        """Return the leaves of a tensor for `pack`; refuse a tensor with other parts, or none."""
         tensors, _ = _take_apart(self._name, tensor)
         found = [(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in tensors]
         expected = [(leaf.path, leaf.dtype, leaf.shape) for leaf in self.leaves]
@@ -345,21 +345,21 @@ class Packing:
         return [leaf for _, leaf in tensors]
 
     def unpack(self, storage: torch.UntypedStorage, start: int) -> Tensor:
-        """Return the tensor over bytes that begin at `start` in memory, not copied."""
+        """Return the tensor over the bytes of memory from `start` on, without a copy."""
         leaves = [leaf.over(storage, start) for leaf in self.leaves]
         result: Tensor = _put_together(self._root, leaves)
         return result
 
     def as_parameter(self, tensor: Tensor) -> nn.Parameter:
         """Return a frozen parameter of the tensor's own class."""
-        if isinstance(tensor, nn.Parameter):  # A class of parameters, made as it is.
+        if isinstance(tensor, nn.Parameter):  # The class is itself a class of parameters.
             return tensor
         return nn.Parameter(tensor, requires_grad=False)
 
     def leaves_of(self, tensor: Tensor, storage: torch.UntypedStorage, start: int) -> list[Tensor]:
         """Return the leaves of a tensor that `unpack` made over bytes that begin at `start`.
 
-        Refuse a part in memory of its own, where later bytes do not come.
+        Refuse a part in other memory, which later gathers do not fill.
         """
         tensors, _ = _take_apart(self._name, tensor)
         places = {leaf.path: start + leaf.start for leaf in self.leaves}
@@ -378,7 +378,7 @@ class Packing:
 
 
 def packing_of(entry: ParamEntry) -> Packing | None:
-    """Return how a parameter is packed; None: it is not. Refuse one that has parts and cannot."""
+    """Return how a parameter is packed; None: it is not. Refuse parts that cannot be packed."""
     param, name = entry.param, entry.name
     if isinstance(param, ShardedTensor):
         packing: Packing | None = param.spec.packing
@@ -409,19 +409,19 @@ def packing_of(entry: ParamEntry) -> Packing | None:
     for module, _ in entry.sites:
         parts.prepare(param, module)
     packing = Packing(name, param)
-    # One leaf that looks like the parameter: its class's hooks gather that.
+    # A single leaf that looks like the parameter: the hooks of its class gather it.
     looks = [(leaf.shape, leaf.dtype) for leaf in packing.leaves]
     is_one_plain = looks == [(packing.shape, packing.dtype)]
     return None if gathers_itself and is_one_plain else packing
 
 
 def stored_dtype(entry: ParamEntry) -> torch.dtype:
-    """Return in which dtype a parameter is cut."""
+    """Return the dtype in which a parameter is cut."""
     return torch.uint8 if packing_of(entry) is not None else entry.param.dtype
 
 
 def numel_and_dtype(param: nn.Parameter) -> tuple[int, torch.dtype]:
-    """Return how many elements of which dtype `fully_shard` cuts of a parameter."""
+    """Return the number and dtype of the elements that `fully_shard` cuts of a parameter."""
     packing = packing_of(ParamEntry("?", param, []))
     return (param.numel(), param.dtype) if packing is None else (packing.nbytes, torch.uint8)
 
@@ -439,7 +439,7 @@ def _check_tensor_parallel(name: str, param: Any) -> None:
 
 
 def _take_apart(name: str, tensor: Tensor) -> tuple[list[tuple[str, Tensor]], _Node | int]:
-    """Return the leaves of a tensor, each memory once, and how to put it together."""
+    """Return the leaves of a tensor, once per memory, and how to put it together."""
     leaves: list[tuple[str, Tensor]] = []
     known: dict[tuple[Any, ...], int] = {}
 
@@ -486,7 +486,7 @@ def _put_together(node: _Node | int, leaves: Sequence[Tensor]) -> Any:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a range of memory, each place once."""
+    """Whether the elements fill a range of memory, with one element per place."""
     expected = 1
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((st, si) for st, si in dims if si != 1):

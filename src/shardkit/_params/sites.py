@@ -1,4 +1,4 @@
-"""Where modules hold the parameters of a bucket, and what is put there."""
+"""Places where modules hold the parameters of a bucket, and what is put there."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ class ParamEntry:
         name: Name for errors: relative to the group's module until the root's first forward.
         param: Parameter object of the user.
         sites: Every (module, attribute) that holds it.
-        mesh: Mesh that it is to be sharded over, while its bucket is not made; None: that of its
-            group.
-        around: Mesh that `mesh` is a part of, where other ranks hold other parameters in its place;
-            None: there are none.
+        mesh: Mesh over which to shard it, before its bucket is made; None: that of its group.
+        around: Mesh that `mesh` is a part of, if other ranks of it hold other parameters in its
+            place; None: there are no such ranks.
         is_spmd: Whether it is a DTensor whose mesh has the axes of `mesh` as well.
-        written: Values last written to it as a whole since ranks compared; None: nothing.
+        written: Values last written to it as a whole since the last comparison; None: nothing.
         num_written: Number of such writes in all.
         order: Position among the parameters of the root, from its first forward.
     """
@@ -49,11 +48,11 @@ class ParamEntry:
     order: int = 0
 
     def __getstate__(self) -> Any:
-        """Return what is pickled: of what was written others know nothing."""
+        """Return the state to pickle, without the writes, which other processes do not know."""
         return None, {"name": self.name, "param": self.param, "sites": self.sites}
 
     def __setstate__(self, state: Any) -> None:
-        """Take what was pickled."""
+        """Take the pickled state."""
         self.mesh, self.around, self.is_spmd = None, None, False
         self.written, self.num_written, self.order = None, 0, 0
         for name, value in state[1].items():
@@ -67,7 +66,7 @@ class ParamSites:
         is_visible: Whether the modules hold the unsharded parameters.
 
     Args:
-        entries: The parameters, and who holds them.
+        entries: The parameters, and the modules that hold them.
         unsharded: Parameters that modules hold while they are in use.
     """
 
@@ -77,21 +76,21 @@ class ParamSites:
         self.is_visible = False
         self._places: list[_Place] = []
         self._given: dict[int, Any] = {}
-        self._was_visible = False  # When the `functional_call` began that runs now.
+        self._was_visible = False  # Value of `is_visible` when this `functional_call` began.
         self._rnn_places: list[tuple[nn.RNNBase, str]] = []
 
     def show(self, *, unsharded: bool) -> None:
         """Let the modules hold the unsharded parameters, or the sharded ones.
 
         Raises:
-            StateError: A module holds neither, but a parameter that was put in its place.
+            StateError: A module holds neither of them, but another parameter in their place.
         """
         if unsharded == self.is_visible:
             if unsharded and not self._given:
                 self._take_given([place[3] for place in self._places])
                 self._was_visible |= bool(self._given)
             return
-        if not self._places:  # Late: the user's Parameter objects may still be exchanged.
+        if not self._places:  # Not earlier: the user's Parameter objects might be exchanged.
             self._places = self._find_places()
         if unsharded:
             self._show_unsharded()
@@ -126,14 +125,14 @@ class ParamSites:
 
     @property
     def has_only_given(self) -> bool:
-        """Whether they compute with no other ones."""
+        """Whether modules compute only with tensors that `functional_call` was given."""
         return len(self._given) == len(self._places)
 
     @property
     def gets_only_given(self) -> bool:
         """Whether `functional_call` has put something in all places, so that nothing is gathered.
 
-        As a rule the first place tells that it has not.
+        Usually the first place already shows that it has not.
         """
         if not self._places:
             self._places = self._find_places()
@@ -144,10 +143,10 @@ class ParamSites:
         return torch_modules.in_functional_call()
 
     def _take_given(self, own: Sequence[nn.Parameter]) -> None:
-        """Find what `functional_call` has put in the places of own parameters, and show that.
+        """Find the tensors that `functional_call` has put in places of parameters; show them.
 
         Raises:
-            StateError: Something else is there, or a transform differentiates by sharded values.
+            StateError: A place has something else, or a transform differentiates by sharded values.
         """
         for index, ((params, attribute, sharded, whole), wanted) in enumerate(
             zip(self._places, own, strict=True)
@@ -161,7 +160,7 @@ class ParamSites:
             params[attribute] = self._as_used(held, sharded, whole)
 
     def _as_used(self, given: Any, sharded: nn.Parameter, whole: nn.Parameter) -> Any:
-        """Return what a forward computes with in place of a given value: whole, as parameters are.
+        """Return the tensor that a forward uses for a given value: whole, like parameters.
 
         Cost: that of `full_tensor` for a sharded one.
         """
@@ -180,14 +179,14 @@ class ParamSites:
         return given.to(whole.device, whole.dtype if is_cast else given.dtype)
 
     def return_given(self) -> None:
-        """Put back what `functional_call` had put there: it may run the module once more."""
+        """Put back the tensors of `functional_call`, which may run the module once more."""
         for index, given in self._given.items():
             params, attribute, _, _ = self._places[index]
             params[attribute] = given
         self._given.clear()
 
     def end_functional_call(self, *, has_memory: bool) -> None:
-        """Hold what was held when a `functional_call` began, since it puts back its own."""
+        """Restore what modules held before a `functional_call`, which puts back what it saved."""
         was_visible = self._was_visible
         self.show(unsharded=False)
         self._was_visible = False
@@ -199,10 +198,10 @@ class ParamSites:
             self._update_rnns()
 
     def show_others(self, others: Sequence[nn.Parameter] | None) -> None:
-        """Let the modules hold neither, but `others`, one for each entry; None: the sharded ones.
+        """Let the modules hold `others`, one for each entry; None: the sharded parameters.
 
         Raises:
-            StateError: As `show`.
+            StateError: For the reason that `show` gives.
         """
         self.show(unsharded=False)
         if not self._places:
@@ -219,25 +218,25 @@ class ParamSites:
         self._update_rnns()
 
     def held(self, index: int) -> list[nn.Parameter | None]:
-        """Return what the modules hold in each place of parameter `index`."""
+        """Return the tensors that modules hold in each place of parameter `index`."""
         wanted = self._entries[index].param
         return [params.get(name) for params, name, sharded, _ in self._places if sharded is wanted]
 
     def _update_rnns(self) -> None:
         for module, attribute in self._rnn_places:
-            # It keeps a list of its weights as well.
+            # An RNN keeps a list of its weights as well.
             setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001
-            torch_modules.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
+            torch_modules.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes new ones.
 
     def _find_places(self) -> list[_Place]:
-        """Return every place of a parameter: whose dict, the attribute, what is put there."""
+        """Return every place of a parameter: the dict, the attribute, and what is put there."""
         sites = [
             (module, attribute, entry.param, whole)
             for entry, whole in zip(self._entries, self._unsharded, strict=True)
             for module, attribute in entry.sites
         ]
         self._rnn_places = [(m, name) for m, name, _, _ in sites if isinstance(m, nn.RNNBase)]
-        # As torch's own FSDP does, past the checks of `setattr`.
+        # As in torch's own FSDP, this skips the checks of `setattr`.
         return [(m._parameters, name, param, whole) for m, name, param, whole in sites]  # noqa: SLF001
 
     def _refuse_replaced(self, sharded: nn.Parameter) -> None:

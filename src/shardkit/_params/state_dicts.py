@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # --- whole tensors and pieces ---------------------------------------------------------------------
 #
-# What `shardkit.checkpoint` and torch's own functions for state dicts (through `_compat`) have in
-# common.
+# The common part of `shardkit.checkpoint` and torch's own functions for state dicts (through
+# `_compat`).
 
 STATE_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of torch's optimizers that is one number for each parameter, whatever its shape."""
@@ -40,7 +40,7 @@ def holds_sharded(value: object) -> bool:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested dicts, lists and tuples like these, of what `change` makes of the leaves."""
+    """Return nested dicts, lists and tuples like these, with `change` applied to the leaves."""
     if isinstance(value, dict):
         return {key: map_leaves(entry, change) for key, entry in value.items()}
     if isinstance(value, list):
@@ -59,9 +59,9 @@ def leaves_of(value: Any) -> list[Any]:
 
 @torch.no_grad()
 def whole_tensor(tensor: Tensor, *, keep: bool, to_cpu: bool) -> Tensor | None:
-    """Return a sharded tensor or DTensor as a plain one of the whole, others as a copy. Collective.
+    """Return a sharded tensor or DTensor as a plain whole one, others as a copy. Collective.
 
-    A rank that does not `keep` it takes part and gets None.
+    A rank without `keep` takes part and gets None.
     """
     device = torch.device("cpu") if to_cpu else tensor.device
     detached: Any = tensor.detach()
@@ -74,9 +74,9 @@ def whole_tensor(tensor: Tensor, *, keep: bool, to_cpu: bool) -> Tensor | None:
 
 @torch.no_grad()
 def cut_whole(whole: Tensor, like: ShardedTensor, name: str) -> Tensor:
-    """Return this rank's piece of a whole tensor, sharded as `like`, in memory of its own.
+    """Return this rank's piece of a whole tensor, sharded like `like`, in new memory.
 
-    Pieces of one bucket lie end to end, as an optimizer's state does.
+    Pieces of one bucket lie end to end, as in an optimizer's state.
     """
     check_shape(name, tuple(whole.shape), tuple(like.shape))
     if like.is_meta:
@@ -87,7 +87,7 @@ def cut_whole(whole: Tensor, like: ShardedTensor, name: str) -> Tensor:
 
 
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape; on every rank, since ranks know the same shapes."""
+    """Refuse a tensor of another shape; every rank does, since ranks know the same shapes."""
     if found != expected:
         msg = (
             f"{name!r} has shape {found} in the state dict, and {expected} here. Make the model as "
@@ -98,9 +98,9 @@ def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) ->
 
 # --- state dicts of modules -----------------------------------------------------------------------
 #
-# Hooks on every module that holds a parameter of a group, whether `fully_shard` was called on it
-# or not. They are functions of this module, which hold nothing: copies and pickles of a module
-# take them along, and in a copy that is not sharded they do nothing.
+# Hooks on every module that holds a parameter of a group, even if `fully_shard` was not called on
+# it. They are functions of this file and hold no state: copies and pickles of a module keep them,
+# and in a copy that is not sharded they do nothing.
 
 
 def install_hooks(modules: Iterable[nn.Module]) -> None:
@@ -112,15 +112,15 @@ def install_hooks(modules: Iterable[nn.Module]) -> None:
 
 
 def save_sharded(module: nn.Module, state_dict: Any, prefix: str, local_metadata: object) -> None:
-    """Put sharded parameters where the module shows unsharded ones: these lose their memory.
+    """Save sharded parameters where the module shows unsharded ones, which lose their memory.
 
-    What the module shows is left as it is: its forward may be under way.
+    The module itself is not changed, since its forward may be under way.
     """
     del local_metadata
     for name, param in module._parameters.items():  # noqa: SLF001 - None and tied ones as well
         bucket = bucket_showing(param)
         if bucket is not None and isinstance(bucket.store, PackedStore):
-            # Parts that the module itself saves beside the parameter, which is all of them here.
+            # The module itself saves parts beside the parameter; here the parameter has them all.
             for key in [key for key in state_dict if key.startswith(f"{prefix}{name}.")]:
                 del state_dict[key]
         saved = state_dict.get(prefix + name)
@@ -144,16 +144,16 @@ def _save_renamed(param: nn.Parameter, bucket: Bucket, state_dict: Any) -> None:
             sharded = bucket.sharded_of(param)
             state_dict[key] = sharded if value is param else sharded.detach()
         elif param.data_ptr() <= value.data_ptr() < param.data_ptr() + param.nbytes:
-            state_dict[key] = value.detach().clone()  # A part, whose memory will be given back.
+            state_dict[key] = value.detach().clone()  # The memory of a part will be freed.
 
 
 def load_into_sharded(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
-    """Show the sharded parameters; with ``assign=True`` give them what the state dict has.
+    """Show the sharded parameters; with ``assign=True`` give them the values of the state dict.
 
-    Torch would put the state dict's tensors in their place. Here the parameters stay the objects
-    that they are, for optimizers and references made before, and take over values and dtype.
+    Torch would put the state dict's tensors in their place. Here the parameters stay the same
+    objects, for optimizers and references made before, and take over values and dtype.
     """
     params = module._parameters  # noqa: SLF001
     for param in list(params.values()):
@@ -170,19 +170,19 @@ def load_into_sharded(
         if not isinstance(shown, ShardedTensor) or not isinstance(value, Tensor):
             continue
         if value.shape != shown.shape:
-            continue  # Torch says so.
+            continue  # Torch reports it.
         if value.dtype != shown.dtype:
             shown.grad = None
         try:
             shown.copy_values(value)
         except (ShardkitError, RuntimeError) as error:
             errors.append(f'While assigning the parameter named "{prefix + name}": {error}')
-        # Torch registers what it finds here as the module's parameter: the one that is there.
+        # Torch registers what it finds here as the module's parameter, so leave the present one.
         state_dict[prefix + name] = shown
 
 
 def _pack_value(shown: object, state_dict: Any, key: str, errors: list[str]) -> None:
-    """Let a whole value of a packed parameter's own class be the bytes that are cut here."""
+    """Replace a whole value of a packed parameter's own class by the bytes that are cut here."""
     value = state_dict.get(key)
     packing = shown.spec.packing if isinstance(shown, ShardedTensor) else None
     if packing is None or not isinstance(value, packing.cls):
@@ -195,14 +195,14 @@ def _pack_value(shown: object, state_dict: Any, key: str, errors: list[str]) -> 
 
 # --- torch's state-dict functions -----------------------------------------------------------------
 #
-# Those functions (``torch.distributed.checkpoint.state_dict``) ask for DTensors where they gather,
-# cut and broadcast: they would return pieces as if they were whole tensors, and put whole tensors
-# into optimizers. So the helpers they call are wrapped (by `_compat`): sharded tensors are taken
-# care of here, everything else goes to torch's helper as it came.
+# The functions of ``torch.distributed.checkpoint.state_dict`` look for DTensors when they gather,
+# cut and broadcast. They would return pieces as if they were whole tensors, and put whole tensors
+# into optimizers. So `_compat` wraps the helpers that they call: sharded tensors are handled here,
+# everything else goes to torch's helper unchanged.
 
 
 def gather_state_dict(original: Callable[..., Any], state_dict: Any, **kwargs: Any) -> Any:
-    """Gather sharded tensors one by one; on ranks that shall have nothing return that."""
+    """Gather sharded tensors one by one; return nothing on ranks that are to have nothing."""
     if not holds_sharded(state_dict):
         return original(state_dict, **kwargs)
     ranks = kwargs.get("ranks_only") or ()
@@ -225,14 +225,14 @@ def distribute_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Cut what is sharded here out of whole tensors that every rank has."""
+    """Cut the pieces of sharded tensors out of whole tensors that every rank has."""
     others = {}
     for key, value in full_state_dict.items():
         local = local_state_dict.get(key)
         if not isinstance(local, ShardedTensor) or not isinstance(value, Tensor):
             others[key] = value
         elif isinstance(value, ShardedTensor) or isinstance(local, nn.Parameter):
-            local_state_dict[key] = value.detach()  # `load_state_dict` cuts it, or refuses it.
+            local_state_dict[key] = value.detach()  # `load_state_dict` cuts or refuses it.
         else:
             local_state_dict[key] = _put(_decoded(value, local), local, key)
     original(others, local_state_dict, *args, **kwargs)
@@ -245,7 +245,7 @@ def broadcast_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Cut also tensors without dimensions, which torch sends apart from others."""
+    """Also cut tensors without dims, which torch sends separately."""
     sharded = _sharded_ones(local_state_dict)
     original(full_state_dict, local_state_dict, *args, **kwargs)
     _cut_received(local_state_dict, sharded)
@@ -259,10 +259,10 @@ def broadcast_tensors(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Cut what was received before the next one comes: one whole tensor exists at a time.
+    """Cut each received tensor before the next one comes, so that only one whole exists.
 
-    Torch is shown plain tensors in the places of sharded ones, of which it would make rows where
-    they answer for DTensors.
+    Torch sees plain tensors in place of sharded ones, because it would cut rows of sharded tensors
+    that answer as DTensors.
     """
     sharded = _sharded_ones({key: local_state_dict.get(key) for key in keys})
     local_state_dict.update(dict.fromkeys(sharded, torch.empty(0)))
@@ -275,7 +275,7 @@ def broadcast_tensors(
 def agree_on_parts(
     original: Callable[..., Any], model: nn.Module, *args: Any, optim_only: bool, **kwargs: Any
 ) -> Any:
-    """Have rank 0 say whether it sends a model's state; on the others the dicts may be empty.
+    """Let rank 0 say whether it sends a model's state; the dicts of other ranks may be empty.
 
     Cost: with ``broadcast_from_rank0`` an all-gather of a few bytes.
     """
@@ -297,14 +297,14 @@ def _cut_received(state: dict[str, Any], sharded: Mapping[str, ShardedTensor]) -
         if isinstance(received, Tensor) and not isinstance(received, ShardedTensor):
             state[key] = _put(received, local, key)
             if received.device.type == "cpu":
-                give_back(received.nbytes)  # The one before it, for this one is still referred to.
+                give_back(received.nbytes)  # Frees the one before it; this one is still in use.
 
 
 @torch.no_grad()
 def _decoded(whole: Any, local: ShardedTensor) -> Any:
-    """Return the numbers of what an optimizer of torchao keeps coded: no collective takes codes."""
+    """Return the numbers of state that torchao's optimizers code: collectives take no codes."""
     plain = (Tensor, nn.Parameter, ShardedTensor)
-    # A DTensor has a whole of its own.
+    # A DTensor has its own method for the whole, `full_tensor`.
     is_coded = isinstance(whole, Tensor) and type(whole) not in plain
     is_coded &= not hasattr(whole, "full_tensor")
     if not is_coded or local.spec.packing is not None or local.spec.subclass is not None:

@@ -1,17 +1,18 @@
-"""Parameters that say themselves how they are gathered, e.g. in 8 bits.
+"""Parameters that define themselves how they are gathered, e.g. in 8 bits.
 
-A tensor subclass with FSDP2's two hooks has parameters like any other between steps: this rank's
+Between steps parameters of a tensor subclass with FSDP2's two hooks are like any other: this rank's
 rows, in the parameter's own dtype, updated by the optimizer. For a gather
 
 - ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)`` is called on the
   subclass made over these rows (padded to equal numbers on all ranks), with the mesh of the shard
-  axis alone, and returns what is sent, any number of tensors, and metadata;
+  axis alone. It returns the tensors to send, any number of them, and metadata;
 - ``fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=...)`` makes the unsharded
-  parameter of what came: called without `out` once, returns (tensor, tensors behind it), later
-  writes into `out`, the same tensor again.
+  parameter of the received tensors. The first call has no `out` and returns (tensor, tensors behind
+  it). Later calls write into `out`, the same tensor again.
 
-[Note: memory] What came and what is behind the unsharded parameter are storages made once, whose
-memory comes and goes by `resize_`: they belong to the subclass, so no slot can be put behind them.
+[Note: memory] The received tensors, and those behind the unsharded parameter, have storages that
+are made once. `resize_` gives and takes their memory: they belong to the subclass, so no slot can
+be put behind them.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class SubclassLayout:
         (self._attribute,) = attributes
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Return the tensor behind one of the subclass; others as they are."""
+        """Return the plain tensor behind one of the subclass; return others as they are."""
         if isinstance(tensor, self.cls):
             inner: Tensor = getattr(tensor, self._attribute)
             return inner
@@ -114,12 +115,12 @@ class SubclassStore(FlatStore):
         subclass = subclass_of(entry)
         assert subclass is not None
         self.subclass = subclass
-        self._shard_mesh = plan.mesh.last_axis()  # A new object each time, with groups of its own.
+        self._shard_mesh = plan.mesh.last_axis()  # Each call makes a new object and new groups.
         super().__init__(plan, entries, layout)
 
     @classmethod
     def plan_layout(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> FlatLayout:
-        """Cut by rows, equally many on every rank; the last ones of the last ranks are padding."""
+        """Cut into rows, the same number on every rank; the last ranks may have padding rows."""
         shape = tuple(entries[0].param.shape)
         world_size = plan.axis.size
         rows = -(-shape[0] // world_size)
@@ -131,7 +132,7 @@ class SubclassStore(FlatStore):
         return self.subclass.plain(param)
 
     def _make_unsharded(self) -> None:
-        """Make the unsharded parameter once, of numbers that mean nothing yet."""
+        """Make the unsharded parameter once, from meaningless numbers."""
         plan, shape = self.plan, self.layout.shapes[0]
         inputs, metadata = self._pre_all_gather()
         self._sizes = [tensor.shape for tensor in inputs]
@@ -142,7 +143,7 @@ class SubclassStore(FlatStore):
         whole, self._behind = self._local().fsdp_post_all_gather(
             self._unflattened(), metadata, plan.param_dtype
         )
-        if whole.shape != shape:  # Padding rows.
+        if whole.shape != shape:  # There are padding rows.
             whole = torch.as_strided(whole, shape, _contiguous_stride(shape))
         self.unsharded = [self._new_unsharded(0, whole)]
         storages = [t.untyped_storage() for t in (*self._outputs, *self._behind)]
@@ -151,7 +152,7 @@ class SubclassStore(FlatStore):
         self._metadata: Any = None
 
     def _local(self) -> Any:
-        """Return the subclass over this rank's rows, with those that pad."""
+        """Return the subclass over this rank's rows, including padding rows."""
         rows = self.shard.view(-1, *self.layout.shapes[0][1:])
         return self.subclass.wrap(rows.to(self.plan.device, non_blocking=True))
 
@@ -176,7 +177,7 @@ class SubclassStore(FlatStore):
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes of what came and of the unsharded parameter while they exist."""
+        """Bytes of the received tensors and of the unsharded parameter while they exist."""
         return sum(nbytes for _, nbytes in self._memory.values())
 
     @property
@@ -186,7 +187,7 @@ class SubclassStore(FlatStore):
 
     @torch.no_grad()
     def acquire(self, pool: SlotPool) -> Event | None:
-        """Get memory, make what is sent."""
+        """Get memory, and make the tensors to send."""
         self._gathered_version = self.shard_version
         self._allow_use()
         for storage, nbytes in self._memory.values():
@@ -205,11 +206,11 @@ class SubclassStore(FlatStore):
             storage.resize_(0)
 
     def gather_jobs(self, comm: AllGather | None) -> list[Gather]:
-        """Return what the backend has to gather: each tensor that is sent."""
+        """Return the gathers for the backend, one for each tensor to send."""
         axis, jobs = self.plan.axis, []
         for sent, output in zip(self._in_flight, self._outputs, strict=True):
-            # As bytes: not every engine knows every dtype. An alias of its own, because engines
-            # raise the version counter of what they write.
+            # As bytes: not every engine supports every dtype. It is a separate alias, because
+            # engines raise the version counter of the tensor that they write.
             nbytes = output.numel() * output.dtype.itemsize
             full = torch.empty(0, dtype=torch.uint8, device=self.plan.device)
             full.set_(output.untyped_storage(), 0, (nbytes,), (1,))
@@ -219,7 +220,7 @@ class SubclassStore(FlatStore):
 
     @torch.no_grad()
     def finish_gather(self) -> None:
-        """Make the unsharded parameter of what came."""
+        """Make the unsharded parameter of the received tensors."""
         if not self._in_flight:
             return
         (param,) = self.unsharded
@@ -244,9 +245,9 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 # --- frozen parameters over several tensors -------------------------------------------------------
 #
-# See [Note: packed parameters] in `packing`. The unsharded parameters are of the users' own
-# classes, put together once over views of the unsharded buffer, whose memory comes and goes as
-# any other's.
+# See [Note: packed parameters] in `packing`. The unsharded parameters have the users' own classes.
+# They are put together once, over views of the unsharded buffer, whose memory comes and goes as in
+# any other store.
 
 
 class PackedStore(FlatStore):
@@ -272,7 +273,7 @@ class PackedStore(FlatStore):
         return spec
 
     def _part_of(self, index: int, param: Tensor) -> Tensor:
-        # The user's own object: `detach` of a class of parameters leaves attributes out.
+        # Use the user's own object: `detach` of a class of parameters would lose attributes.
         del param
         return self._packings[index].pack(self.entries[index].param)
 
@@ -280,7 +281,7 @@ class PackedStore(FlatStore):
         return self._packings[index].unpack(self._storage, self.layout.offsets[index])
 
     def _new_unsharded(self, index: int, data: Tensor) -> nn.Parameter:
-        """Return the parameter that is shown, and let its leaves raise where it has no memory."""
+        """Return the parameter to show, and let its leaves raise while it has no memory."""
         packing, entry = self._packings[index], self.entries[index]
         param = packing.as_parameter(data)
         own = param.__dict__
@@ -295,7 +296,7 @@ class PackedStore(FlatStore):
         return param
 
     def attributes_of(self, index: int) -> dict[str, Any]:
-        """Return a parameter's attributes but those of its class, which hold its parts."""
+        """Return a parameter's attributes, except those of its class, which hold its parts."""
         kept = self._packings[index].parts.kept
         own = self._own_attributes[index]
         attributes = user_attributes(self.entries[index].param)
@@ -308,11 +309,11 @@ class PackedStore(FlatStore):
             leaf.__dict__[NAME_ATTRIBUTE] = name
 
     def written_to(self, index: int) -> list[Tensor]:
-        """Return the parameter and its parts: a write to one of these raises its own counter."""
+        """Return the parameter and its parts: a write to a part raises that part's own counter."""
         return [self.unsharded[index], *self._leaves[index]]
 
     def drop_originals(self) -> None:
-        """Let modules forget the parts that they refer to themselves."""
+        """Let modules drop their own references to parts."""
         for packing, entry in zip(self._packings, self.entries, strict=True):
             for module, _ in entry.sites:
                 packing.parts.release(module)
@@ -328,17 +329,17 @@ class PackedStore(FlatStore):
             leaf.__class__ = FreedLeaf
 
     def whole_of(self, index: int, full: Tensor) -> Tensor:
-        """Return parameter `index` of a gathered bucket: of its class, over views of `full`."""
+        """Return parameter `index` of a gathered bucket, of its own class, over views of `full`."""
         start = full.storage_offset() + self.layout.offsets[index]
         return self._packings[index].unpack(full.untyped_storage(), start)
 
     def as_parameter(self, index: int, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return a whole value as a parameter of its class; `requires_grad` is never wanted."""
+        """Return a whole value as a parameter of its class; `requires_grad` is always False."""
         del requires_grad
         return self._packings[index].as_parameter(whole)
 
     def sharded_grad(self, index: int, grad: Tensor) -> ShardedTensor:
-        """Frozen parameters have no gradient."""
+        """Refuse, since frozen parameters have no gradient."""
         raise AssertionError(self.entries[index].name, grad.shape)
 
 

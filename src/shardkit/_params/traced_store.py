@@ -1,14 +1,16 @@
-"""The store of a bucket where operators are traced into a graph, which runs later.
+"""The store of a bucket on a backend that traces operators into a graph, which runs later.
 
 [Note: tensors of a traced store]
-Tensors have no storage there, so nothing is swapped behind one. What lives:
-- piece: 1-D, storage dtype, one per parameter, padded. Where one process has the pieces of all
-  ranks (`Backend.is_spmd`) it is `padded_part_numel` long, the parts of all ranks end to end, which
-  the backend spreads over the devices (`annotate_sharding`); else ``sizes[index]``, a rank's own.
+Traced tensors have no storage, so no memory is swapped behind them. The store has these tensors:
+- piece: 1-D, storage dtype, one per parameter, padded. If one process has the pieces of all ranks
+  (`Backend.is_spmd`), it is `padded_part_numel` long: the parts of all ranks end to end, which the
+  backend spreads over the devices (`annotate_sharding`). Else it is ``sizes[index]`` long, and has
+  a rank's own part.
 - unsharded parameter: one object for life, as on other backends; its contents come and go by
-  ``.data``. Empty, and of class `FreedParameter`, in between.
-- gradients: what came, flattened and padded; laid side by side when all are there.
-A graph that ends while a tensor is alive returns it: whatever is not needed is let go at once.
+  ``.data``. Without contents it is empty, and of class `FreedParameter`.
+- gradients: the gradients that came, flattened and padded; laid side by side when all have come.
+A graph that ends returns every tensor that is alive: tensors that are not needed are dropped at
+once.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class TracedStore(Store):
     """See the module's docstring.
 
     Attributes:
-        is_outside: Whether the unsharded parameters are those outside of the region: what the code
-            that runs the model sees, not one rank's.
+        is_outside: Whether the unsharded parameters are those outside of the region, which the code
+            that runs the model sees, and not one rank's.
     """
 
     keeps_flats = False
@@ -133,14 +135,14 @@ class TracedStore(Store):
         return self.entries[index].param.local_piece is self._pieces[index]  # type: ignore[attr-defined]
 
     def piece(self, reduced: Tensor, index: int) -> Tensor:
-        """Return the part of parameter `index` in a reduced shard, as pieces are kept."""
+        """Return the part of parameter `index` in a reduced shard, in the format of pieces."""
         start, stop = self.layout.columns(index)
         piece: Tensor = self.plan.mesh.backend.leave_piece(reduced[start:stop])
         return piece
 
     @property
     def shard_version(self) -> int:
-        """Raised by every write to a piece."""
+        """Sum of the pieces' version counters, which every write to a piece raises."""
         return sum(piece._version for piece in self._pieces)  # noqa: SLF001 - documented for this
 
     @property
@@ -161,7 +163,7 @@ class TracedStore(Store):
         return self._has_memory
 
     def acquire(self, pool: SlotPool) -> Event | None:
-        """Note from which numbers is gathered; there is no memory to get."""
+        """Note the version of the shard to gather; there is no memory to get."""
         del pool
         self._has_memory = True
         self._gathered_version = self.shard_version
@@ -169,7 +171,7 @@ class TracedStore(Store):
         return None
 
     def gather_jobs(self, comm: AllGather | None) -> list[TracedGather]:
-        """Return what the backend has to gather."""
+        """Return the gathers for the backend."""
         del comm
         pieces = [entry.param.local_piece.detach() for entry in self.entries]  # type: ignore[attr-defined]
         self._job = TracedGather(
@@ -203,9 +205,9 @@ class TracedStore(Store):
             self.is_outside = outside
 
     def _end_outside(self) -> None:
-        """Let autograd tell who has used parameters outside of the region, and not gone backward.
+        """Let autograd refuse the backward of earlier uses of parameters outside of the region.
 
-        What it saved of them would be read as what is gathered in the region then.
+        Such a backward would read tensors gathered in the region in place of those it saved.
         """
         for param in self.unsharded:
             torch.autograd.graph.increment_version(param)
@@ -213,7 +215,7 @@ class TracedStore(Store):
 
     @torch_tensors.without_dispatch_modes
     def release(self, pool: SlotPool, fence: Event | None) -> None:
-        """Let the contents go."""
+        """Drop the contents."""
         del pool, fence
         self._job = None
         self._has_memory = False
@@ -227,16 +229,16 @@ class TracedStore(Store):
     # --- gradients ---
 
     def new_gradient_buffer(self, receive_chunks: int) -> TracedSend:
-        """Return what collects gradients; there is nothing to receive into."""
+        """Return a buffer that collects gradients; it has no receive buffer."""
         assert receive_chunks == 0
         return TracedSend(self.layout, self.plan)
 
 
 class TracedSend:
-    """Collects one bucket's gradients on a backend that traces.
+    """Buffer that collects one bucket's gradients on a backend that traces.
 
     Attributes:
-        flat: Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, once `complete`.
+        flat: Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, after `complete`.
     """
 
     def __init__(self, layout: EvenLayout, plan: BucketPlan) -> None:
@@ -255,20 +257,20 @@ class TracedSend:
         return self._grads
 
     def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
-        """Take a gradient, or add it to what is there."""
+        """Take a gradient, or add it to the present one."""
         del streams, pool
         flat = grad.detach().to(self._plan.reduce_dtype).reshape(-1)
         flat = padded(flat, self._layout.padded_part_numel(index))
         self._grads[index] = self._grads[index] + flat if index in self._grads else flat
 
     def write_all(self, grads: Mapping[int, Tensor], streams: CommStreams, pool: SlotPool) -> None:
-        """Take several gradients, or add them to what is there."""
+        """Take several gradients, or add them to the present ones."""
         for index, grad in grads.items():
             self.write(index, grad, streams, pool)
 
     @torch.no_grad()
     def complete(self, streams: CommStreams, pool: SlotPool) -> None:
-        """Lay what came side by side, zeros for what did not."""
+        """Lay the gradients side by side, with zeros for missing ones."""
         del streams, pool
         plan, layout = self._plan, self._layout
         num_ranks = layout.world_size
@@ -287,13 +289,13 @@ class TracedSend:
         self.flat = torch.cat(columns, 1).reshape(-1) if columns else zeros(0).reshape(-1)
 
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
-        """Let go of what was sent."""
+        """Drop the gradients that were sent."""
         del pool, fence, by_compute
         self.flat = None
 
     def room(self, streams: CommStreams, pool: SlotPool) -> Tensor:
-        """Nothing is received."""
+        """Refuse, since nothing is received."""
         raise NotImplementedError
 
     def close_receive(self, pool: SlotPool) -> None:
-        """Nothing was received."""
+        """Do nothing, since nothing was received."""

@@ -1,1 +1,1 @@
-"""Carries out what the schedules decide: gathers, reductions and the hooks of autograd."""
+"""Execution of the schedules' decisions: gathers, reductions and the hooks of autograd."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other: at first their models, then what they used, wrote and stepped."""
+"""Comparisons between ranks: of models at first, then of used and written parameters and steps."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ if TYPE_CHECKING:
 
 # --- what each rank does by itself ----------------------------------------------------------------
 #
-# Nothing of it communicates, so nothing hangs where one rank does something else. It is counted
-# here, and compared with what ranks exchange in a backward (`UsedParameters`), or at the end of the
+# These actions do not communicate, so nothing hangs if one rank does something else. They are
+# counted here, and compared in the exchange of a backward (`UsedParameters`), or at the end of the
 # run.
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad", "maximize")
 _NUM_FIRST, _INTERVAL = 4, 50
-"""Settings are read in the first backwards, and then in every fiftieth; steps always."""
+"""Settings are read in the first backwards, and then in every fiftieth; steps are always read."""
 
 _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def note_step(optimizer: Optimizer, *_: Any) -> None:
-    """Count a step of an optimizer; those inside a backward come in an order of each rank's own."""
+    """Count a step of an optimizer; inside a backward steps come in different orders on ranks."""
     if not torch_autograd.in_backward():
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
 
 
 class Steps(NamedTuple):
-    """What an optimizer did.
+    """Steps and settings of an optimizer.
 
     Attributes:
         kind: Name of its class.
         num_taken: Number of its steps since settings were compared.
-        settings: Settings of its parameter groups, where they are compared: for each the name of
-            its first sharded parameter, and settings in words.
+        settings: Settings of its parameter groups, if they are compared: for each group the name of
+            its first sharded parameter, and its settings in words.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Steps(NamedTuple):
 
 
 class OwnActions:
-    """What this rank did since it was last asked, to parameters that lie on one mesh."""
+    """Actions of this rank since the last `take`, on parameters that lie on one mesh."""
 
     def __init__(self, groups: Sequence[ParamGroup], mesh: ComparedMesh) -> None:
         self._groups = groups
@@ -127,7 +127,7 @@ def _is_in(param: Any, entries: set[int]) -> bool:
 
 
 def _number(value: Any) -> str:
-    """Return a setting as text; "" for those that are on a device, or no numbers."""
+    """Return a setting as text; "" for settings that are on a device, or no numbers."""
     if isinstance(value, (tuple, list)):
         return str([_number(each) for each in value])
     if isinstance(value, Tensor):
@@ -168,7 +168,7 @@ def first_difference(of_ranks: Sequence[Sequence[Steps]]) -> str | None:
 
 
 def pickled_on_some(of_ranks: Sequence[str]) -> str | None:
-    """Say that some ranks have pickled pieces and others have not; None: all alike."""
+    """Return text if some ranks have pickled pieces and others have not; None: all alike."""
     positions = [rank for rank, name in enumerate(of_ranks) if name]
     if len(positions) in (0, len(of_ranks)):
         return None
@@ -187,9 +187,9 @@ def _pickled(name: str) -> str:
 
 
 def _compare_at_end(store: RunStore, world_size: int) -> None:
-    """Warn on the last rank that ends if pieces were pickled by too few ranks to make wholes.
+    """Warn on the last rank that ends if too few ranks have pickled pieces for whole tensors.
 
-    Scripts save at their end, where no backward follows.
+    Scripts save at their end, and no backward follows there.
     """
     if Pickled.count and not Pickled.is_told:
         store.set("pickled/piece", f"{Pickled.num_pieces} {Pickled.name}")
@@ -219,12 +219,12 @@ def is_on_part(groups: Sequence[ParamGroup]) -> bool:
 def rank_of_copy(groups: Sequence[ParamGroup]) -> int | None:
     """Return a rank that trains a copy of the same model on another part of the world, or None.
 
-    The first rank of the largest mesh asks for all, at the first step. Of two copies the one that
-    comes later is told of the other. Those that are cut otherwise are not found, nor are later
-    stages of pipelines, which may look alike.
+    The first rank of the largest mesh asks for all, at the first step. Of two copies the later one
+    learns of the other. Copies that are cut in another way are not found. Nor are later stages of
+    pipelines, which may look like copies.
 
     Cost: one or two requests to the store on one rank of a mesh that is a part of the world;
-    nothing on others.
+    nothing on other ranks.
     """
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     if not is_on_part(groups) or not mesh.is_first_rank or groups[0].is_fed:
@@ -242,7 +242,7 @@ def rank_of_copy(groups: Sequence[ParamGroup]) -> int | None:
 
 
 def hold_equal_values(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> bool:
-    """Whether all ranks of a mesh took the same values when they sharded groups, as copies do.
+    """Whether all ranks of a mesh had the same values when they sharded groups, as copies have.
 
     Cost: an all-reduce of 16 bytes on each axis of several ranks.
     """
@@ -263,37 +263,37 @@ def hold_equal_values(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> bool:
 
 # --- what ranks tell each other -------------------------------------------------------------------
 #
-# Ranks compare what they hold alike. Buckets of one root may lie on several meshes: along an axis
-# that a bucket's mesh lacks, other ranks hold other parameters, such as experts of their own, so
-# each bucket is compared over the axes of its own mesh.
+# Ranks compare what must be equal. Buckets of one root may lie on several meshes. Along an axis
+# that a bucket's mesh lacks, other ranks hold other parameters, such as different experts. So each
+# bucket is compared over the axes of its own mesh.
 
 
 @dataclass(frozen=True)
 class ComparedMesh:
-    """A mesh on which parameters of a root lie, as a rank compares them.
+    """A mesh on which parameters of a root lie, and over which ranks compare them.
 
     Attributes:
         axes: Axes of several ranks.
-        is_of: Axes of the buckets that lie on it (`BucketPlan.axes`); None: all of the root's do.
+        is_of: Axes of the buckets on this mesh (`BucketPlan.axes`); None: all buckets of the root.
     """
 
     axes: Sequence[AxisComm]
     is_of: tuple[AxisComm, ...] | None = None
 
     def has(self, bucket: Bucket) -> bool:
-        """Whether a bucket lies on it."""
+        """Whether a bucket lies on this mesh."""
         return self.is_of is None or bucket.plan.axes == self.is_of
 
     def buckets_of(self, groups: Sequence[ParamGroup]) -> list[Bucket]:
-        """Return what lies on it of groups."""
+        """Return the buckets of groups that lie on this mesh."""
         return [bucket for group in groups for bucket in group.buckets if self.has(bucket)]
 
     def entries_of(self, groups: Sequence[ParamGroup]) -> list[ParamEntry]:
-        """Return the parameters of groups that lie on it."""
+        """Return the parameters of groups that lie on this mesh."""
         return [entry for bucket in self.buckets_of(groups) for entry in bucket.entries]
 
     def gradients_of(self, groups: Sequence[ParamGroup]) -> list[BucketGradients]:
-        """Return the gradients of groups that lie on it."""
+        """Return the gradients of groups that lie on this mesh."""
         every = (each for group in groups for each in group.gradients.buckets)
         return [each for each in every if self.has(each.bucket)]
 
@@ -308,7 +308,7 @@ def compared_meshes(groups: Sequence[ParamGroup]) -> list[ComparedMesh]:
 
 
 def _digest(content: bytes) -> int:
-    """Return 62 bits: the value and its negative both fit an int64."""
+    """Return a digest of 62 bits: the value and its negative both fit an int64."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 2
 
 
@@ -316,19 +316,19 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
     """Compare groups, names, shapes, dtypes and trainability over every axis in use.
 
     Raises:
-        RankMismatchError: On every rank, naming the first difference.
+        RankMismatchError: Something differs. Every rank raises, and names the first difference.
 
     Cost: one all-reduce of 16 bytes per axis, and with several axes one exchange on each; details
     travel only on a mismatch.
     """
     backend = groups[0].mesh.backend
-    # What is read here and now is no part of a graph, and has values.
+    # Tensors that are read here are not part of a graph, and have values.
     is_host = backend.is_traced or backend.is_dry
     device = torch.device("cpu") if is_host else backend.device
     text: str | None = None
     for mesh in meshes:
         described = [(group.name, *_describe(group, mesh)) for group in groups]
-        # Of a group without parameters on it the name may be another one elsewhere.
+        # A group without parameters on the mesh may have another name on other ranks.
         description = [each for each in described if mesh.is_of is None or len(each) > 1]
         order = [entry.order for entry in mesh.entries_of(groups)]
         digest = _digest(repr([_without_owners(each) for each in description]).encode())
@@ -343,7 +343,7 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
             found = found or _first_value_difference(descriptions, order)
             text = text or found
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.axes)]
-    if len(axes) > 1 or text is not None:  # Others may have more axes, and wait for all to agree.
+    if len(axes) > 1 or text is not None:  # Ranks on more axes may wait for all to agree.
         text = first_of_all(text, axes)
     if text is not None:
         raise RankMismatchError(text)
@@ -352,9 +352,9 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
 
 
 def _describe(group: ParamGroup, mesh: ComparedMesh) -> list[tuple[Any, ...]]:
-    """Return what ranks must agree on, by parameter that lies on a mesh.
+    """Return the facts on which ranks must agree, for each parameter that lies on a mesh.
 
-    Last comes a number of its whole value, see `ParamGroup.known_values`.
+    The last fact is a number of the parameter's whole value, see `ParamGroup.known_values`.
     """
     values = group.known_values()
     return [
@@ -375,13 +375,13 @@ def _describe(group: ParamGroup, mesh: ComparedMesh) -> list[tuple[Any, ...]]:
 
 
 def _without_owners(described: Sequence[Any]) -> list[Any]:
-    """Return what is alike on all ranks if nothing differs: not who has which piece."""
+    """Return the facts that must be equal on all ranks, without those about each rank's piece."""
     name, *params = described
     return [name, *((*param[:-1], param[-1] and param[-1].number) for param in params)]
 
 
 def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str | None:
-    """Name what differs but for values."""
+    """Name the first difference other than values."""
     mine = descriptions[0]
     for rank, other in enumerate(descriptions):
         if other == mine:
@@ -414,7 +414,7 @@ def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str | None
 def _first_value_difference(
     descriptions: Sequence[Sequence[Any]], order: Sequence[int]
 ) -> str | None:
-    """Name the first parameter with other values; where one rank knows none, nothing differs."""
+    """Name the first parameter whose values differ; an unknown value does not differ."""
     params = [[param for group in groups for param in group[1:]] for groups in descriptions]
     by_param = list(zip(*params, strict=True))
     for _, of_ranks in sorted(zip(order, by_param, strict=True), key=lambda each: each[0]):
@@ -437,9 +437,9 @@ _PATCHWORK = (
 
 
 def _two_that_differ(values: Sequence[KnownValue | None]) -> tuple[int, int] | None:
-    """Return two positions with other values; None is like any.
+    """Return two positions with different values; None equals any value.
 
-    Who has written nothing, and has no piece, may differ from those that have written.
+    A rank that has no piece, and has written nothing, may differ from ranks that have written.
     """
     known = [(rank, value) for rank, value in enumerate(values) if value is not None]
     for alike in (
@@ -455,7 +455,7 @@ def _two_that_differ(values: Sequence[KnownValue | None]) -> tuple[int, int] | N
 def _first_written_difference(
     written: Sequence[Sequence[tuple[str, KnownValue | None]]],
 ) -> str | None:
-    """Name the first parameter that ranks have written since they compared, and not alike."""
+    """Name the first parameter that ranks have written differently since the last comparison."""
     for of_ranks in zip(*written, strict=True):
         values = [value for _, value in of_ranks]
         found = _two_that_differ(values)
@@ -485,7 +485,7 @@ def check_same_replicas(groups: Sequence[ParamGroup]) -> None:
     """Compare the shards of replicas, bit by bit.
 
     Raises:
-        RankMismatchError: On all ranks, naming the first parameter that differs.
+        RankMismatchError: Replicas differ. All ranks raise, and name the first such parameter.
 
     Cost: one all-reduce of 16 bytes per parameter on the replicate axis, and an exchange, for each
     group and mesh.
@@ -523,7 +523,7 @@ def check_same_replicas(groups: Sequence[ParamGroup]) -> None:
 
 
 class UsedParameters:
-    """Which parameters any rank used: asked in each synced backward."""
+    """Record of the parameters that any rank used, exchanged in each synced backward."""
 
     def __init__(self, groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh]) -> None:
         self._groups = groups
@@ -532,13 +532,13 @@ class UsedParameters:
         self._num_inferences = 0
 
     def start(self, streams: CommStreams) -> None:
-        """Send which parameters fired here, and numbers of what this rank did by itself.
+        """Send which parameters had gradients here, and numbers of this rank's own actions.
 
         Cost: one all-reduce of 8 bytes per parameter and 32 more, on every axis.
         """
         if not self._on_meshes:
             return
-        self.finish()  # The last one: another backward may have come right after it.
+        self.finish()  # Finish the last one: another backward may follow it at once.
         self.check_alike()
         all_fired = [
             [int(f) for each in on_mesh.mesh.gradients_of(self._groups) for f in each.fired]
@@ -553,16 +553,16 @@ class UsedParameters:
                 on_mesh.send(streams, fired, on_mesh.describe(), written)
 
     def compare_in_inference(self, streams: CommStreams) -> None:
-        """Raise if ranks did not do alike what nothing else compares, where no backward comes.
+        """Raise if ranks acted differently in ways that no other check sees, without a backward.
 
-        Called on all ranks, in each pass without gradients that gathers anything.
+        It is called on all ranks, in each pass without gradients that gathers anything.
 
         Raises:
-            RankMismatchError: As `check_alike`.
+            RankMismatchError: For the reasons of `check_alike`.
 
-        Cost: one all-reduce of 32 bytes, and 16 for each bucket, on every axis, which the host
-        waits for, in the first, second, fourth, eighth ... of these passes after a backward;
-        nothing in the others.
+        Cost: one all-reduce of 32 bytes, and 16 for each bucket, on every axis, in the first,
+        second, fourth, eighth ... of these passes after a backward. The host waits for it. Nothing
+        in the other passes.
         """
         self._num_inferences += 1
         if not self._on_meshes or self._num_inferences & (self._num_inferences - 1):
@@ -579,28 +579,28 @@ class UsedParameters:
             on_mesh.warn_of_updates()
 
     def _take_written(self) -> list[Written]:
-        """Return what was written since the last time: nothing, as a rule."""
+        """Return what was written since the last call, usually nothing."""
         before, self._num_noted = self._num_noted, num_noted()
         if before == self._num_noted:
             return []
         return [each for group in self._groups for each in group.take_written()]
 
     def check_alike(self) -> None:
-        """Raise if ranks did not do alike, before they last sent, what nothing else compares.
+        """Raise if ranks acted differently before their last exchange, unseen by other checks.
 
-        Called on all ranks, when what they sent has come.
+        It is called on all ranks, when the exchanged numbers have come.
 
         Raises:
-            RankMismatchError: On every rank of a mesh, if they wrote other values to its
-                parameters, or took other steps of an optimizer.
+            RankMismatchError: Ranks of a mesh wrote different values to its parameters, or took
+                different steps of an optimizer. Every rank of the mesh raises.
 
-        Cost: nothing, but for an exchange on each axis of a mesh where something differs.
+        Cost: nothing; if something differs, an exchange on each axis of that mesh.
         """
         for on_mesh in self._on_meshes:
             on_mesh.check_alike()
 
     def by_group(self) -> list[list[list[int]]]:
-        """Wait; return per group and bucket which parameters fired on any rank."""
+        """Wait; return per group and bucket which parameters had gradients on any rank."""
         self.finish()
         flags = [iter(on_mesh.flags.tolist()) for on_mesh in self._on_meshes]
         result = []
@@ -616,7 +616,7 @@ class UsedParameters:
         return result
 
     def finish_on_host(self) -> None:
-        """Wait, if no device needs to be waited for."""
+        """Wait for the exchange, if that needs no wait for a device."""
         for on_mesh in self._on_meshes:
             if on_mesh.handle is not None and on_mesh.handle.is_of_host:
                 on_mesh.finish()
@@ -637,7 +637,7 @@ _COMPARED = "numbers that ranks compare"
 
 
 class _UsedOnMesh:
-    """`UsedParameters` of one mesh."""
+    """The `UsedParameters` of one mesh."""
 
     def __init__(self, groups: Sequence[ParamGroup], mesh: ComparedMesh) -> None:
         self.mesh = mesh
@@ -656,9 +656,9 @@ class _UsedOnMesh:
         return [bucket.store.shard_version for bucket in self.mesh.buckets_of(self._groups)]
 
     def take_updated(self) -> Sequence[int]:
-        """Return for each bucket whether its shard was written to, twice: 1, -1 or 0, 0.
+        """Return for each bucket two numbers that say if its shard was written: 1, -1 or 0, 0.
 
-        It was looked at in the last forward of this kind. A rank without a piece has the least
+        The comparison is with the last forward of this kind. A rank without a piece has the least
         numbers: 0, -1.
         """
         self._updated = ()
@@ -675,7 +675,7 @@ class _UsedOnMesh:
         return result
 
     def warn_of_updates(self) -> None:
-        """Warn of the first bucket that some ranks have written to, and others have not."""
+        """Warn of the first bucket that some ranks have written and others have not."""
         extremes = self.flags[: len(self._updated)].view(-1, 2).tolist()
         for bucket, (most, least) in zip(
             self.mesh.buckets_of(self._groups) if extremes else (), extremes, strict=True
@@ -698,7 +698,7 @@ class _UsedOnMesh:
         description: str,
         written: Sequence[Written],
     ) -> None:
-        """Send flags, and numbers of what this rank did by itself."""
+        """Send flags, and numbers of this rank's own actions."""
         number = self._number_of(written)
         steps, pickled = self._done = self._actions.take()
         done = _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
@@ -712,15 +712,15 @@ class _UsedOnMesh:
                 nbytes=self.flags.nbytes,
                 across=("", math.prod(axis.size for axis in self.mesh.axes)),
             )
-            _events.observer.begin("wait", _COMPARED)  # Over several axes the host waits between.
+            _events.observer.begin("wait", _COMPARED)  # The host waits between several axes.
         self.handle = streams.start_all_reduce_max(self.flags, self.mesh.axes, description)
         if _events.observer is not None:
             _events.observer.end("wait")
 
     def describe(self) -> str:
-        """Return what is sent: another text on a rank that froze a parameter since it was sharded.
+        """Return the name of the exchange, which differs on a rank that froze a parameter.
 
-        Its bucket has others that are trained.
+        That is a parameter that was frozen after it was sharded, in a bucket with trained ones.
         """
         buckets = [each.bucket.entries for each in self.mesh.gradients_of(self._groups)]
         trained = [[entry.param.requires_grad for entry in entries] for entries in buckets]
@@ -734,7 +734,7 @@ class _UsedOnMesh:
         return f"which of {sum(map(sum, trained))} trained parameters were used{without}"
 
     def _number_of(self, written: Sequence[Written]) -> int:
-        """Return a number of what was written since the last step; remember it."""
+        """Return a number of what was written since the last step, and keep the writes."""
         self._written = {}
         if not written:
             return 0
@@ -743,7 +743,7 @@ class _UsedOnMesh:
         self._written = {id(entry): value for entry, _, value in taken}
         if not taken or not self._compares_written:
             return 0
-        # All of them, also where any value may be right here: other ranks may not know.
+        # Take all writes, even if any value may be right here: other ranks may not know that.
         return _digest(repr([(entry.name, each.number) for entry, each, _ in taken]).encode())
 
     def check_alike(self) -> None:
@@ -756,7 +756,7 @@ class _UsedOnMesh:
             text = self._first_of(first_difference, self._done[0])
             if text is not None:
                 raise RankMismatchError(text)
-            # One replica may save for all.
+            # One replica may save for all replicas.
             on_shards = {id(b.plan.axis) for b in self.mesh.buckets_of(self._groups)}
             axes = [axis for axis in self.mesh.axes if id(axis) in on_shards]
             text = self._first_of(pickled_on_some, self._done[1], axes)
@@ -771,7 +771,7 @@ class _UsedOnMesh:
             text = self._first_of(_first_written_difference, mine)
             if text is not None:
                 raise RankMismatchError(text)
-            # What differs is overwritten, or nobody's piece: not to be asked again in each step.
+            # The difference is overwritten, or in no rank's piece. Do not ask again in each step.
             self._compares_written = False
 
     def _first_of(
@@ -780,7 +780,7 @@ class _UsedOnMesh:
         mine: object,
         axes: Sequence[AxisComm] | None = None,
     ) -> str | None:
-        """Return what is found over any axis, or any of some; all ranks of the mesh find it."""
+        """Return what is found over any axis, or over given axes, on all ranks of the mesh."""
         found = [compare(axis.exchange(mine)) for axis in axes or self.mesh.axes]
         text: str | None = first_of_all(next(filter(None, found), None), self.mesh.axes)
         return text

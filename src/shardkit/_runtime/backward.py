@@ -1,6 +1,6 @@
 """A backward of a root, from its first event to its end.
 
-With what belongs to an end: gradients that are not finite, and backwards for chosen inputs only.
+The module also handles gradients that are not finite, and backwards for chosen inputs only.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _Key = tuple[str, str]  # A group's name and a parameter's.
 
 
 class FiniteNotes:
-    """Whether the unsharded gradients of this rank were finite, since it was last asked.
+    """Notes that say whether unsharded gradients of this rank were finite, since the last `take`.
 
-    The answers stay on the device, so that nobody waits for them.
+    The notes stay on the device, so that the host does not wait for them.
     """
 
     def __init__(self) -> None:
         self._is_finite: dict[_Key, Tensor] = {}
 
     def note(self, group: str, parameter: str, grad: Tensor) -> None:
-        """Note a gradient before it is averaged; backward comes to the last layers first."""
+        """Note a gradient before it is averaged; backward reaches the last layers first."""
         key, is_finite = (group, parameter), _is_finite(grad)
         before = self._is_finite.get(key)
         self._is_finite[key] = is_finite if before is None else before & is_finite
 
     def take(self) -> list[_Key]:
-        """Return groups and parameters that were not finite, in the order of backward; forget."""
+        """Return and drop groups and parameters that were not finite, in the order of backward."""
         notes, self._is_finite = self._is_finite, {}
         return _selected(notes)
 
@@ -70,9 +70,9 @@ def check_gradients(
     `notes` are about this rank's gradients before they were averaged; there may be none.
 
     Raises:
-        NonFiniteGradientError: On every rank.
+        NonFiniteGradientError: A gradient of any rank is not finite. Every rank raises.
 
-    Cost: reads all gradients, waits for the device once; an exchange over each axis.
+    Cost: it reads all gradients and waits for the device once; an exchange over each axis.
     """
     averaged: dict[_Key, Tensor] = {}
     for group in groups:
@@ -97,7 +97,7 @@ def _is_finite(grad: Any) -> Tensor:
 
 
 def _selected(is_finite: dict[_Key, Tensor]) -> list[_Key]:
-    """Return the keys of those that are not, with one transfer from the device."""
+    """Return the keys of gradients that are not finite, with one transfer from the device."""
     if not is_finite:
         return []
     device = next(iter(is_finite.values())).device
@@ -106,7 +106,7 @@ def _selected(is_finite: dict[_Key, Tensor]) -> list[_Key]:
 
 
 def _describe(found: Sequence[tuple[int, list[_Key], list[_Key]]]) -> str | None:
-    """Return the error's text, of what was not finite on ranks before and after the average."""
+    """Return the error's text from the keys that were not finite before and after the average."""
     began = [(rank, local) for rank, local, _ in found if local]
     averaged = list(dict.fromkeys(key for _, _, keys in found for key in keys))
     if began:
@@ -140,11 +140,11 @@ def _show(key: _Key) -> str:
 
 @dataclass(eq=False)
 class Backward:
-    """Follows a backward, as `events` tell of it: gathers, collects gradients, reduces.
+    """Handler of a backward's `events`, which gathers, collects gradients and reduces.
 
     Attributes:
         is_running: Whether a backward has begun whose end was not reported yet.
-        finite_notes: Notes of which gradients of this rank were finite, if they are wanted.
+        finite_notes: Notes of which gradients of this rank were finite, if users want them.
     """
 
     _groups: Sequence[ParamGroup]
@@ -158,11 +158,11 @@ class Backward:
     _makes_graph: bool = False
 
     def __post_init__(self) -> None:
-        """Know of no forward that backward is inside of."""
+        """Begin outside of all forwards."""
         self._inside: dict[int, list[ForwardRecord]] = {group.index: [] for group in self._groups}
 
     def begin_backward(self) -> None:
-        """The first event of a backward: fix the order, ask for the end to be told."""
+        """Handle the first event of a backward: fix the order, and ask for a call at the end."""
         if self.is_running:
             return
         self.is_running = True
@@ -179,7 +179,7 @@ class Backward:
         return self._schedule.states[group.index].is_user_held
 
     def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
-        """A gradient of a group's outputs came."""
+        """Handle the arrival of a gradient of a group's outputs."""
         group = self._groups[record.group.index]
         refuse_summoned([group], "a backward was called")
         self._passes.enter_backward(group, grad)
@@ -225,7 +225,7 @@ class Backward:
             _events.observer.begin("compute", group.name, group=group.number)
 
     def _may_hold(self, group: ParamGroup) -> bool:
-        """Whether nobody has to know of each gradient of a layer when it comes."""
+        """Whether no code needs each gradient of a layer as soon as it comes."""
         return (
             group.gradients.holds_layers
             and not group.gradients.are_converted
@@ -235,7 +235,7 @@ class Backward:
         )
 
     def exit_backward(self, record: ForwardRecord) -> None:
-        """The gradients of a group's inputs came: backward is done with this forward of it."""
+        """Leave a forward of a group, whose inputs' gradients have come."""
         if not record.active:
             return
         record.active = False
@@ -250,12 +250,12 @@ class Backward:
             group.grad_hooks.release()
         if records:
             return
-        # A gradient comes after all uses of its parameter in a run of the engine. Inside of a
-        # reentrant checkpoint that is a run of its own.
+        # A gradient comes after all uses of its parameter in a run of the engine. A reentrant
+        # checkpoint has its own run.
         is_last = state.has_all_gradients and record.in_pass is not None
         self._leave(group, record.in_pass, is_last=is_last)
-        # What has not fired by now is not used. Where nothing has fired at all this may be
-        # ``autograd.grad``, which reduces nothing; if it is not, the end of backward reduces.
+        # A parameter without a gradient by now is not used. If there are no gradients at all, this
+        # may be ``autograd.grad``, which reduces nothing; else the end of backward reduces.
         if state.is_complete or not group.is_trainable or not self._any_fired:
             return
         if is_last or not self._schedule.awaits_backward(group.index):
@@ -274,7 +274,7 @@ class Backward:
     def on_grad(
         self, group: ParamGroup, gradients: BucketGradients, index: int, grad: Tensor
     ) -> None:
-        """An unsharded gradient came."""
+        """Handle the arrival of an unsharded gradient."""
         if not self.is_running:
             self.begin_backward()
         self._any_fired = True
@@ -298,7 +298,7 @@ class Backward:
             return  # A layer is complete when backward leaves it, so that its memory is free.
         records = self._inside[group.index]
         if records and group.is_innermost:
-            # Nothing before these parameters wants a gradient, so backward needs them no more.
+            # Nothing before these parameters requires a gradient, so backward is done with them.
             in_pass = records[-1].in_pass
             self._close_records(group.index)
             state.num_watched = 0
@@ -309,7 +309,7 @@ class Backward:
         self._complete(group)
 
     def _close_records(self, group_index: int) -> None:
-        """Backward needs the parameters no more for the forwards that it is inside of."""
+        """Close the open forwards of a group, for which backward no longer needs the parameters."""
         records = self._inside[group_index]
         for record in records:
             record.active = False
@@ -318,7 +318,7 @@ class Backward:
         records.clear()
 
     def end_backward(self) -> None:
-        """The engine is done: reduce the rest, assign all gradients, free all memory."""
+        """Handle the end of the engine's run: reduce the rest, assign gradients, free memory."""
         for group in self._groups:
             group.grad_hooks.flush()
             self._any_fired |= self._schedule.states[group.index].num_arrived > 0
@@ -326,7 +326,7 @@ class Backward:
             self._reductions.finish_backward()
         else:
             self._reductions.order.cancel()
-        self._forget()  # Not after an error: the next forward cleans up then.
+        self._forget()  # Not after an error: then the next forward cleans up.
         self._schedule.hold(on=self._makes_graph)
         self._gathers.carry_out(self._schedule.end_backward())
         self._reductions.order.keep(self._schedule.awaited)
@@ -335,7 +335,7 @@ class Backward:
                 group.show(unsharded=False)
             if group.kept_axes and not self._schedule.awaits_backward(group.index):
                 for store in group.gathered:
-                    store.drop_part()  # On a rank whose backward did not come to the group.
+                    store.drop_part()  # On this rank backward did not reach the group.
         self._passes.end_backward(self._schedule.in_use)
         self._gathers.trim()
         self._gathers.settle_host_reads()  # order: after a backward the host waits for copies
@@ -347,12 +347,12 @@ class Backward:
     def take_left(self) -> None:
         """Take gradients that came by ``autograd.grad`` and were put on unsharded parameters.
 
-        So do schedules that compute those of inputs first, and those of weights later.
+        Schedules that compute gradients of inputs first, and of weights later, put them there.
         """
         groups = [group for group in self._groups if group.grad_hooks.has_left]
         if not groups:
             return
-        self.is_running = True  # The engine is not: nothing is to be queued.
+        self.is_running = True  # But the engine does not run, so nothing may be queued.
         self._any_fired = self._makes_graph = False
         self._reductions.begin_backward()
         for group in groups:
@@ -360,12 +360,12 @@ class Backward:
         self.end_backward()
 
     def finish_step(self) -> None:
-        """Reduce what backwards have left unsynced; no other follows in this step."""
+        """Reduce gradients that backwards left unsynced; no other backward follows in this step."""
         self.take_left()
         self._reductions.finish_step()
 
     def _forget(self) -> None:
-        """Nothing of a backward is left."""
+        """Drop the state of a backward."""
         self.is_running = False
         self._gathers.in_trained_layer = False
         for group in self._groups:
@@ -374,7 +374,7 @@ class Backward:
             self._schedule.states[group.index].forget_gradients()
 
     def reset(self) -> None:
-        """Forget a backward after an exception."""
+        """Drop a backward after an exception."""
         for group in self._groups:
             group.grad_hooks.discard()
         self._forget()
@@ -382,19 +382,19 @@ class Backward:
 
 # --- backwards for chosen tensors -----------------------------------------------------------------
 #
-# Users name sharded parameters. What a forward has used, and what gradients come to, are the
-# unsharded ones, so the engine is asked for these.
+# Users name sharded parameters. But forwards use the unsharded ones, and gradients arrive there,
+# so the engine is asked for these.
 
 
 _apart: list[None] = []
-"""Not empty while the gradients of a stage's inputs are computed, for those of weights to follow.
+"""List that is not empty while gradients of a stage's inputs are computed, before those of weights.
 
-Of the process, not of a thread: the engine of an accelerator runs in threads of its own.
+It belongs to the process, not to a thread: the engine of an accelerator runs in other threads.
 """
 
 
 def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run the engine for some tensors; those of sharded parameters come back sharded.
+    """Run the engine for some tensors; gradients of sharded parameters come back sharded.
 
     Args:
         engine: Autograd engine of torch.
@@ -403,7 +403,7 @@ def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
         **options: Options of the engine. `accumulate_grad`: whether gradients go to ``.grad`` or
             are returned.
 
-    Cost: nothing but the backward where they accumulate in ``.grad``. For ``autograd.grad`` an
+    Cost: only the backward if gradients accumulate in ``.grad``. For ``autograd.grad`` an
     all-reduce of each gradient, and one of a flag for each.
     """
     if not options["accumulate_grad"] and torch_fsdp2.goes_to_inputs_of_stage(
@@ -459,7 +459,7 @@ def _pair(tensor: Any) -> tuple[Any, Any]:
 def _combined(
     found: Sequence[tuple[Any, Any]], results: Sequence[tuple[Any, Any]], *, allow_unused: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return one gradient for each input: that of its uses as a whole, averaged, and of others."""
+    """Return for each input the average over uses of the whole, plus the gradient of other uses."""
     used = _used_anywhere(found, results)
     grads: list[Tensor | None] = []
     for index, ((tensor, unsharded), (own, whole)) in enumerate(zip(found, results, strict=True)):
@@ -483,7 +483,7 @@ def _combined(
 def _used_anywhere(
     found: Sequence[tuple[Any, Any]], results: Sequence[tuple[Any, Any]]
 ) -> list[bool]:
-    """Return of which inputs any rank has used the whole. Collective."""
+    """Return for each input whether any rank has used the whole. Collective."""
     used = [whole is not None for _, whole in results]
     by_axes: dict[tuple[Axis, ...], list[int]] = {}
     for index, (tensor, unsharded) in enumerate(found):

@@ -1,4 +1,4 @@
-"""What autograd tells of a backward: entries and exits of groups, and gradients of parameters."""
+"""Events of a backward from autograd: entries and exits of groups, gradients of parameters."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ForwardRecord:
 
     Attributes:
         group: The `ParamGroup`, which knows the `Backward` of its root.
-        in_pass: Number of the pass in the schedule; None for one that runs inside backward.
+        in_pass: Number of the pass in the schedule; None for a forward inside backward.
         versions: Versions of the shards when the forward used them.
         has_input_grads: Whether backward reports when the gradients of the inputs have come.
-        active: Whether backward is inside.
+        active: Whether backward is inside this forward.
         is_first: Whether no forward had entered the group since the last backward.
-        may_lack_outputs: Whether it may return nothing to differentiate.
+        may_lack_outputs: Whether the forward may return nothing to differentiate.
     """
 
     group: Any
@@ -46,13 +46,13 @@ class ForwardRecord:
 
     @property
     def listener(self) -> Any:
-        """The root's backward: that of another root, if a larger one ran since the forward."""
+        """The backward of the root; that is a new root if a larger one ran since the forward."""
         listener = self.group.listener
         assert listener is not None
         return listener
 
     def watch_outputs(self, outputs: Iterable[Tensor]) -> bool:
-        """Tell the listener when the first gradient of `outputs` comes; return if there are any."""
+        """Report the first gradient of `outputs` to the listener; return whether there are any."""
         has_any = False
         for output in outputs:
             has_any = True
@@ -75,7 +75,7 @@ class InputGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Tell the listener, pass the gradients through."""
+        """Tell the listener, and pass the gradients through."""
         ctx.record.listener.exit_backward(ctx.record)
         return (None, *grads)
 
@@ -91,12 +91,13 @@ class InputGrads(torch.autograd.Function):
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """A layer that backward is inside of, whose gradients are held until it leaves.
+    """A layer in which backward is, and whose gradients are held until backward leaves.
 
     Attributes:
-        counts: Counts of its gradients; None: each gradient is told of when it comes.
+        counts: Counts of its gradients; None: each gradient is reported when it comes.
         half: Number of gradients after which `at_half` is called.
-        at_half: Method that is called when half of them have come; weak, as C++ keeps this.
+        at_half: Method that is called when half of the gradients have come; weak, since C++ keeps
+            this object.
     """
 
     counts: GroupState | None = None
@@ -105,11 +106,11 @@ class _Layer:
 
 
 class GradHooks:
-    """Hooks on every parameter that can be trained, also on those frozen for now.
+    """Hooks on every parameter that can be trained, even if it is frozen for now.
 
-    Where nothing waits for a gradient (one rank, no casts), all are taken at the end of backward,
-    and next to nothing runs for each of them until then. Nor does it while those of a layer are
-    held.
+    If nothing waits for a gradient (one rank, no casts), all gradients are taken at the end of
+    backward, and almost no code runs for each of them before. The same holds while the gradients of
+    a layer are held.
 
     Args:
         group: The `ParamGroup` of the parameters.
@@ -117,7 +118,7 @@ class GradHooks:
     """
 
     def __init__(self, group: Any, *, at_once: bool) -> None:
-        # Weak, in hooks too: C++ keeps those, where the garbage collector sees no cycle to break.
+        # Weak, also in hooks: C++ keeps hooks, and the garbage collector sees no cycles there.
         self._group = weakref.ref(group)
         self._buckets = [gradients.bucket for gradients in group.gradients.buckets]
         self._noted: list[Tensor] = []
@@ -139,7 +140,7 @@ class GradHooks:
                 _add_hook(param, note)
 
     def collect_at_once(self) -> None:
-        """Take gradients when they come from now on, rather than at the end of backward."""
+        """From now on take gradients when they come, not at the end of backward."""
         if self.at_once:
             return
         self.at_once = True
@@ -147,30 +148,30 @@ class GradHooks:
             _add_hook(param, functools.partial(_take_grad, self._group, of, index, self._layer))
 
     def hold(self, counts: GroupState, at_half: Callable[[], None]) -> None:
-        """Hold and count gradients from now on, and tell nobody but of the half of them.
+        """From now on hold and count gradients, and report only when half of them have come.
 
         Args:
             counts: Counts of the group's gradients.
-            at_half: Method that is called when half of them have come.
+            at_half: Method that is called when half of the gradients have come.
         """
         layer = self._layer
         layer.counts, layer.at_half = counts, weakref.WeakMethod(at_half)
         layer.half = (counts.num_expected + 1) // 2
 
     def release(self) -> None:
-        """Tell of each gradient again; those that are held stay so."""
+        """Report each gradient again; gradients that are held stay held."""
         self._layer.counts = self._layer.at_half = None
 
     @property
     def has_user_hooks(self) -> bool:
-        """Whether users want to be told of gradients as they come."""
+        """Whether users have hooks that need gradients as they come."""
         return any(
             torch_autograd.has_post_accumulate_grad_hooks(bucket.sharded)
             for bucket in self._buckets
         )
 
     def flush(self) -> None:
-        """Take the gradients that came and have not been taken."""
+        """Take the gradients that have come but were not taken."""
         for noted in self._noted:
             param, of, index = self._places[id(noted)]
             _take_grad(self._group, of, index, None, param)
@@ -178,16 +179,16 @@ class GradHooks:
 
     @property
     def has_left(self) -> bool:
-        """Whether a parameter has a gradient that no hook told of."""
+        """Whether a parameter has a gradient that no hook reported."""
         return any(param.grad is not None for param, _, _ in self._places.values())
 
     def take_left(self) -> None:
-        """Take the gradients that no hook told of."""
+        """Take the gradients that no hook reported."""
         for param, of, index in self._places.values():
             _take_grad(self._group, of, index, None, param)
 
     def discard(self) -> None:
-        """Forget all that have not been taken."""
+        """Drop all gradients that have not been taken."""
         for param, _, _ in self._places.values():
             param.grad = None
         self._noted.clear()
@@ -195,7 +196,7 @@ class GradHooks:
 
 
 def _notes_arrival(group_ref: weakref.ref[Any], arrived: list[Tensor]) -> Callable[[Tensor], None]:
-    """Return a hook that notes a parameter; the first one asks for the end of backward."""
+    """Return a hook that notes a parameter; the first call asks for a call at backward's end."""
 
     def note(param: Tensor) -> None:
         if not arrived:
@@ -208,7 +209,7 @@ def _notes_arrival(group_ref: weakref.ref[Any], arrived: list[Tensor]) -> Callab
 
 
 def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Register a post-accumulate-grad hook, also on a parameter that is frozen for now."""
+    """Register a post-accumulate-grad hook, even on a parameter that is frozen for now."""
     with while_trainable(param):
         param.register_post_accumulate_grad_hook(hook)
 
@@ -220,7 +221,7 @@ def _take_grad(
     layer: _Layer | None,
     param: Tensor,
 ) -> None:
-    """Take a gradient from an unsharded parameter: its hook."""
+    """Take a gradient from an unsharded parameter, as its hook."""
     group, gradients, grad = group_ref(), gradients_ref(), param.grad
     if group is None or gradients is None or grad is None:
         return

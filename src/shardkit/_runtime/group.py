@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 def refuse_summoned(groups: Iterable[ParamGroup], what: str) -> None:
-    """Raise that `what` cannot be done, if modules of a group hold whole parameters for the user.
+    """Raise that `what` cannot be done if modules of a group hold whole parameters for the user.
 
     Raises:
-        StateError: Inside of `summon_full_params`.
+        StateError: The call is inside `summon_full_params`.
     """
     for group in groups:
         if group.summoned is not None:
@@ -58,7 +58,7 @@ def refuse_summoned(groups: Iterable[ParamGroup], what: str) -> None:
 # --- groups ---------------------------------------------------------------------------------------
 
 STATE_ATTRIBUTE = "_shardkit_state"
-"""Attribute of a module that was given to `fully_shard`, whether it has a group or not."""
+"""Attribute of each module that was given to `fully_shard`, even if it has no group."""
 
 _numbers = itertools.count()
 
@@ -69,7 +69,7 @@ _PICKLED = ("modules", "name", "policy", "settings", "is_root", "is_innermost")
 class ParamGroup:
     """Parameters that are gathered and reduced together.
 
-    It is the same from step to step: where it is in a step is in the schedule's `GroupState`.
+    A group is the same from step to step. The schedule's `GroupState` says where it is in a step.
 
     Attributes:
         modules: Modules that were given to `fully_shard`, one or a list.
@@ -77,20 +77,20 @@ class ParamGroup:
         buckets: Buckets of all parameters.
         gradients: Gradients of the trainable buckets.
         grad_hooks: Hooks that bring the gradients.
-        mesh: Mesh of the call. Each bucket's plan has the bucket's own.
+        mesh: Mesh of the call. Each bucket's plan has the bucket's own mesh.
         axes: Axes of all buckets' meshes.
         replicates: Whether any bucket is all-reduced.
         kept_axes: Axes over which backward gathers, with `reshard_after_forward=n`, by the shard
             axes that they are parts of.
         index: Position among the groups of the root; its number in schedules.
-        number: Number in this process, by which events know it.
+        number: Number in this process, which events use.
         listener: The `Backward` of its root; None: it has none yet.
-        is_root: Whether the module is the root: with `reshard_after_forward=None` it is not
-            resharded.
+        is_root: Whether the module is the root, which is not resharded with
+            `reshard_after_forward=None`.
         is_innermost: Whether no other group's modules are inside this one's.
-        is_fed: Whether a forward of the root had inputs that require gradients, as those of a later
-            stage of a pipeline do. Looked at where the mesh is a part of the world.
-        summoned: Whether the user has the whole parameters, as `_module.full_params` shows them.
+        is_fed: Whether a forward of the root had inputs that require gradients, as in a later stage
+            of a pipeline. It is only set if the mesh is a part of the world.
+        summoned: Whether modules hold whole parameters for the user (`_module.full_params`).
         settings: Settings that the user chose.
     """
 
@@ -121,7 +121,7 @@ class ParamGroup:
         self.set_reshard_after_forward(settings.reshard_after_forward)
 
     def _take_buckets(self, buckets: list[Bucket]) -> None:
-        """Have these buckets, and belong to no root."""
+        """Set the buckets, and leave any root."""
         self.index = -1
         self.number = next(_numbers)
         self._values = WholeValues()
@@ -130,7 +130,7 @@ class ParamGroup:
         self._values.versions = self.shard_versions
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:
-        """Have these buckets, and what reduces their gradients."""
+        """Set the buckets, and the objects that reduce their gradients."""
         self.buckets = buckets
         for bucket in buckets:
             bucket.group = weakref.ref(self)
@@ -151,7 +151,7 @@ class ParamGroup:
         self.grad_hooks = GradHooks(self, at_once=not self.is_local)
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
-        """Choose what happens to the memory after forward; an int makes a process group."""
+        """Set what happens to the memory after forward; an int makes a process group."""
         self.settings.reshard_after_forward = value
         self.kept_axes: dict[AxisComm, AxisComm] = {}
         if value is None or isinstance(value, bool):
@@ -167,7 +167,7 @@ class ParamGroup:
         """Turn the user's parameters into sharded ones, all or none.
 
         Raises:
-            WrapError: One of them cannot be exchanged; the others are as they were.
+            WrapError: One of them cannot be exchanged; the others do not change.
         """
         done: list[tuple[Bucket, int]] = []
         try:
@@ -188,11 +188,11 @@ class ParamGroup:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether parameters got other pieces since the last forward, as by ``.to(dtype)``."""
+        """Whether parameters got other pieces since the last forward, e.g. by ``.to(dtype)``."""
         return not all(bucket.store.has_all_pieces() for bucket in self.buckets)
 
     def refresh(self) -> None:
-        """Take up what became of the parameters since the last forward, e.g. by ``.to(dtype)``.
+        """Follow changes of the parameters since the last forward, e.g. by ``.to(dtype)``.
 
         Raises:
             StateError: They cannot share a bucket any more, or unsynced gradients would be lost.
@@ -209,11 +209,11 @@ class ParamGroup:
         self._set_buckets(buckets)
 
     def param_attributes(self) -> list[dict[str, Any]]:
-        """Return what users have set on the parameters, in order."""
+        """Return the attributes that users have set on the parameters, in order."""
         return [user_attributes(param) for bucket in self.buckets for param in bucket.sharded]
 
     def refresh_params(self, attributes: Sequence[dict[str, Any]]) -> None:
-        """Set on the parameters what was set before; `refresh` if all of them were replaced.
+        """Set the former attributes on the parameters; `refresh` if all of them were replaced.
 
         Raises:
             StateError: See `refresh`.
@@ -225,12 +225,12 @@ class ParamGroup:
         self.take_up_pieces()
 
     def take_up_pieces(self) -> None:
-        """Lay pieces that were replaced end to end; nothing while some are on meta still."""
+        """Lay replaced pieces end to end; do nothing while some are still on meta."""
         if self.was_replaced and all(bucket.is_uniform for bucket in self.buckets):
             self.refresh()
 
     def note_values(self, values: WholeValues) -> None:
-        """Remember what the parameters were when they were whole, as they are in the shards now."""
+        """Keep numbers of the whole parameters' values, which are now in the shards."""
         values.versions = self.shard_versions
         self._values = values
 
@@ -242,10 +242,10 @@ class ParamGroup:
         return any(bucket.plan.device.type == "meta" for bucket in self.buckets)
 
     def check_materialized(self) -> None:
-        """Refuse to go on with a parameter on the meta device.
+        """Refuse a parameter on the meta device.
 
         Raises:
-            StateError: There is one.
+            StateError: A parameter is on the meta device.
         """
         names = [e.name for b in self.buckets for e in b.entries if e.param.is_meta]
         if names and not self.mesh.backend.is_dry:
@@ -277,7 +277,7 @@ class ParamGroup:
                     raise StateError(msg)
 
     def follow_trainability(self) -> None:
-        """Take over what was frozen since the last forward, which left unsharded parameters."""
+        """Follow which parameters were frozen since the last forward, which left them unsharded."""
         for bucket in self.buckets:
             for entry, shown, was in zip(
                 bucket.entries, bucket.store.unsharded, bucket.was_trainable, strict=False
@@ -302,7 +302,7 @@ class ParamGroup:
 
     @property
     def was_written(self) -> bool:
-        """Whether unsharded parameters, which have memory, were written since the last time."""
+        """Whether unsharded parameters, which have memory, were written since the last note."""
         if torch_tensors.versions_of(self._shown) != self._shown_versions:
             return True
         for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
@@ -311,7 +311,7 @@ class ParamGroup:
         return False
 
     def note_writes(self) -> list[tuple[Store, int]]:
-        """Return whose unsharded parameters were written, and regard this as known."""
+        """Return the places of written unsharded parameters, and count these writes as known."""
         moved = [(b.store, i) for b in self.buckets for i in b.store.take_back()]
         found = list(dict.fromkeys((*self.written_places(), *moved)))
         with torch_tensors.plain_torch_functions():
@@ -319,7 +319,7 @@ class ParamGroup:
         return found
 
     def written_places(self) -> list[tuple[Store, int]]:
-        """Return whose unsharded parameters were written since the last time."""
+        """Return the places of unsharded parameters written since the last note."""
         with torch_tensors.plain_torch_functions():
             versions = torch_tensors.versions_of(self._shown)
         pairs = zip(self._shown_versions, versions, self._writable, strict=True)
@@ -327,7 +327,7 @@ class ParamGroup:
 
     @contextlib.contextmanager
     def unnoticed_writes(self) -> Iterator[None]:
-        """Version counters that are raised in here tell of no write."""
+        """Ignore writes inside the block, though they raise version counters."""
         was_written = self.was_written
         yield
         if not was_written:
@@ -337,14 +337,14 @@ class ParamGroup:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter wants a gradient."""
+        """Whether any parameter requires a gradient."""
         for gradients in self.gradients.buckets:  # noqa: SIM110 - faster, and asked often
             if gradients.bucket.is_trainable:
                 return True
         return False
 
     def may_train(self, module: nn.Module) -> bool:
-        """Whether any parameter wants a gradient that one of the group's modules holds."""
+        """Whether any parameter that a module of the group holds requires a gradient."""
         if len(self.modules) == 1:
             return self.is_trainable
         inside = set(module.modules())
@@ -356,7 +356,7 @@ class ParamGroup:
 
     @property
     def num_trainable(self) -> int:
-        """Parameters that want a gradient."""
+        """Number of parameters that require a gradient."""
         number = 0
         for gradients in self.gradients.buckets:
             for entry in gradients.bucket.entries:
@@ -365,19 +365,19 @@ class ParamGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where the unsharded parameters are."""
+        """Device of the unsharded parameters."""
         return self.buckets[0].plan.device
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether the memory is given back between forward and backward."""
+        """Whether the memory is freed between forward and backward."""
         if self.settings.reshard_after_forward is None:
             return not self.is_root
         return bool(self.settings.reshard_after_forward)
 
     @property
     def shard_versions(self) -> tuple[int, ...]:
-        """Changes whenever a shard is written to."""
+        """Versions of the shards, which change with every write to a shard."""
         return tuple([bucket.store.shard_version for bucket in self.buckets])
 
     @property
@@ -395,7 +395,7 @@ class ParamGroup:
 
     @property
     def needs_memory(self) -> bool:
-        """Whether unsharding takes memory and time at all."""
+        """Whether unsharding takes any memory and time."""
         return bool(self.gathered)
 
     @property
@@ -413,13 +413,13 @@ class ParamGroup:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a reduction of now would carry anything."""
+        """Whether a reduction would now have any gradients."""
         gradients = self.gradients
         return gradients.has_pending if self.settings.all_reduce else gradients.has_collected
 
     @property
     def has_reduce_hook(self) -> bool:
-        """Whether the user does something to reduced gradients, which may be collective."""
+        """Whether the user has a hook on reduced gradients, which may be collective."""
         return self.settings.comm.all_reduce_hook is not None
 
     def show(self, *, unsharded: bool) -> None:
@@ -429,7 +429,7 @@ class ParamGroup:
 
     @property
     def has_only_given(self) -> bool:
-        """Whether its forward computes with nothing but what `functional_call` was given."""
+        """Whether its forward computes only with tensors that `functional_call` was given."""
         for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
             if not bucket.sites.has_only_given:
                 return False
@@ -437,26 +437,26 @@ class ParamGroup:
 
     @property
     def gets_only_given(self) -> bool:
-        """Whether the forward that begins needs nothing of the group's."""
+        """Whether the forward that begins needs no parameters of the group."""
         for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
             if not bucket.sites.gets_only_given:
                 return False
         return True
 
     def return_given(self) -> None:
-        """A forward ends: put back what `functional_call` was given."""
+        """Put back the tensors that `functional_call` was given, at the end of a forward."""
         for bucket in self.buckets:
             bucket.sites.return_given()
 
     def end_functional_call(self, *, is_live: bool) -> None:
-        """A `functional_call` of the root ends; it puts back what modules held."""
+        """Handle the end of the root's `functional_call`, which puts back what modules held."""
         for bucket in self.buckets:
             bucket.sites.end_functional_call(has_memory=is_live or bucket.store.aliases_shard)
 
     def known_values(self) -> dict[int, KnownValue | None]:
         """Return what is known of whole parameters, by the entry's id, for ranks to compare.
 
-        None where any value may be right: pieces were written, which nobody followed.
+        It is None if any value may be right, because pieces were written in unknown ways.
         """
         if self.mesh.backend.is_traced or not watch_settings.compare_values:
             return {}
@@ -476,13 +476,13 @@ class ParamGroup:
         return found
 
     def _written(self, first: dict[int, int]) -> list[Written]:
-        """Return what was written since ranks compared, and what that is to be compared by.
+        """Return the writes since the last comparison, with numbers by which to compare them.
 
         `first` has numbers of the values that parameters had before a part was written.
         """
         result = []
         for bucket in self.buckets:
-            # Elsewhere pieces may have been written, of which nothing is seen here.
+            # Other ranks may have written pieces, which this rank cannot see.
             has_elements = any(spec.piece_numel for spec in bucket.store.specs)
             for entry in bucket.entries:
                 written = entry.written
@@ -495,7 +495,7 @@ class ParamGroup:
         return result
 
     def take_written(self) -> list[Written]:
-        """Return what was written since ranks compared; forget it."""
+        """Return and drop the writes since the last comparison."""
         result = self._written({})
         for entry, _, _ in result:
             entry.written = None
@@ -523,7 +523,7 @@ class ParamGroup:
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is written of the group: settings, modules, parameters and their layouts."""
+        """Return what to pickle of the group: settings, modules, parameters and their layouts."""
         state = {name: getattr(self, name) for name in _PICKLED}
         state["settings"] = self.settings.copy()
         state["buckets"] = [
@@ -532,20 +532,20 @@ class ParamGroup:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was written; modules of the group may have been unpickled before or not."""
+        """Take the pickled state; modules of the group may or may not have been unpickled yet."""
         self.__dict__.update(state)
         self._restore_if_complete()
 
     def note_restored(self) -> None:
-        """Another of its modules has been unpickled."""
+        """Note that another of its modules has been unpickled."""
         self.__dict__["num_restored"] = self.__dict__.get("num_restored", 0) + 1
         self._restore_if_complete()
 
     def _restore_if_complete(self) -> None:
-        """Make anew what is not pickled, when modules and parameters have been unpickled.
+        """Make anew what is not pickled, after modules and parameters have been unpickled.
 
-        On the mesh that the parameters were bound to. With a number as `reshard_after_forward`
-        this makes a process group, so all ranks must load.
+        The group is on the mesh that the parameters were bound to. With a number as
+        `reshard_after_forward` this makes a process group, so all ranks must load.
         """
         modules = self.__dict__.get("modules")
         if modules is None or self.__dict__.get("num_restored") != len(modules):
@@ -565,7 +565,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class KnownValue:
-    """What ranks compare of a parameter.
+    """Facts about a parameter that ranks compare.
 
     Attributes:
         number: Number of the parameter's values; 0 if nothing is known of them.
@@ -579,7 +579,7 @@ class KnownValue:
 
 
 def unwritten(entry: Any, number: int = 0) -> KnownValue:
-    """Return what ranks compare of a parameter that was not written on this rank."""
+    """Return the facts to compare for a parameter that was not written on this rank."""
     return KnownValue(number, is_empty=not entry.param.to_local().numel())
 
 
@@ -589,10 +589,10 @@ def _copied(entry: ParamEntry, memo: dict[int, Any]) -> ParamEntry:
 
 
 def move_buffers(module: nn.Module, backend: Backend) -> None:
-    """Move a module's buffers from the host to where its forward runs, as FSDP2 does.
+    """Move a module's buffers from the host to the device of its forward, as FSDP2 does.
 
-    With offloaded parameters the module as a whole stays on the host; so may models be that are
-    made there and sharded over an accelerator.
+    With offloaded parameters the module as a whole stays on the host. A model that is made on the
+    host and sharded over an accelerator may be there, too.
     """
     if not backend.has_own_memory:
         return
@@ -603,9 +603,9 @@ def move_buffers(module: nn.Module, backend: Backend) -> None:
 
 
 def exchange_buffer(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a buffer other contents. The object stays, since other modules may hold it."""
+    """Give a buffer other contents. The object stays the same: other modules may hold it."""
     buffer: Any = module._buffers[name]  # noqa: SLF001 - past the checks of `setattr`
     try:
         buffer.data = value
-    except (RuntimeError, TypeError):  # Not for each kind of device.
+    except (RuntimeError, TypeError):  # Some kinds of devices do not support this.
         module._buffers[name] = value  # noqa: SLF001

@@ -1,7 +1,7 @@
-"""Forwards and backwards of a root on a backend that traces what each rank computes.
+"""Forwards and backwards of a root on a backend that traces each rank's computation.
 
-A root's forward takes its batch into the ranks' region and its outputs out of it. So a training
-loop is written as for one process: a loss of the outputs is that of the whole batch.
+A root's forward takes its batch into the region of the ranks, and its outputs out of it. So a
+training loop is written as for one process: a loss of the outputs is that of the whole batch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def pack(tensor: Tensor) -> Any:
-    """Save an unsharded parameter, or a view of one, by what it is rather than by its contents.
+    """Save an unsharded parameter, or a view of one, as a reference and not by its contents.
 
-    For `torch.autograd.graph.saved_tensors_hooks`. Backward then uses what is gathered anew, and
-    between forward and backward nothing is kept alive.
+    It is for `torch.autograd.graph.saved_tensors_hooks`. Backward then uses newly gathered
+    parameters, and between forward and backward nothing is kept alive.
     """
     base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - documented
     bucket = bucket_showing(base)
@@ -52,7 +52,7 @@ def pack(tensor: Tensor) -> Any:
 
 
 def unpack(saved: Any) -> Tensor:
-    """Return what `pack` saved."""
+    """Return the tensor that `pack` saved."""
     tensor: Tensor = saved if isinstance(saved, Tensor) else saved()
     return tensor
 
@@ -61,14 +61,14 @@ def unpack(saved: Any) -> Tensor:
 
 
 class RegionBuffers:
-    """Lets modules hold what one rank has of their buffers while a root's forward runs."""
+    """Buffers of modules in a region: while a root's forward runs, modules hold one rank's part."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
         self._held: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
 
     def enter(self, module: nn.Module) -> None:
-        """Let modules hold what one rank has of their buffers: what they write is a rank's."""
+        """Let modules hold one rank's part of their buffers, so that a rank's part is written."""
         entered: dict[int, Tensor] = {}
         for child, name, buffer in buffers_of(module):
             if id(buffer) not in entered:
@@ -80,7 +80,7 @@ class RegionBuffers:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Write back what forwards have written to buffers: running statistics, counters."""
+        """Write back the values that forwards wrote to buffers: running statistics, counters."""
         done: set[int] = set()
         for child, _, buffer, local, version in self._held:
             if was_written(child, local, version) and id(buffer) not in done:
@@ -96,7 +96,7 @@ class RegionBuffers:
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the buffers of a module and those in it, by who holds them and as what."""
+    """Yield the buffers of a module and of those in it, with their holders and names."""
     for child in module.modules():
         for name, buffer in child._buffers.items():  # noqa: SLF001 - tied ones as well
             if buffer is not None:
@@ -104,7 +104,7 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def was_written(module: nn.Module, buffer: Tensor, version: int) -> bool:
-    """Return whether a module wrote to its buffer, which had this version before."""
+    """Return whether a module wrote to its buffer, which had `version` before."""
     # Kernels of batch normalization do not raise versions.
     is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
     return torch_tensors.version_of(buffer) != version or (is_norm and module.training)
@@ -117,17 +117,18 @@ _local = threading.local()
 
 
 def open_passes() -> TracedPasses | None:
-    """Return the passes whose root's forward is under way in this thread, if any is traced."""
+    """Return the traced passes whose root's forward is under way in this thread, if any."""
     passes: TracedPasses | None = getattr(_local, "open", None)
     return passes
 
 
 def shared_input(tensor: Tensor) -> Tensor:
-    """Say that an input of a root is the same for all ranks, whatever its size.
+    """Mark an input of a root as equal for all ranks, whatever its size.
 
     On XLA devices an input is split over the ranks if its dim 0 is as long as that of the first
-    tensor among the inputs. This excepts a tensor, such as a mask or a table that is as long as
-    the batch by chance. Elsewhere it has no effect: there each rank passes what it has.
+    tensor among the inputs. A marked tensor is not split, such as a mask or a table that is as long
+    as the batch by chance. On other devices this has no effect: there each rank passes its own
+    inputs.
 
     Args:
         tensor: Tensor to mark.
@@ -140,16 +141,16 @@ def shared_input(tensor: Tensor) -> Tensor:
 
 
 class Passes:
-    """What is done around a root's forwards and backwards besides gathering and reducing.
+    """Work around a root's forwards and backwards beside gathers and reductions.
 
-    Where operators are not traced, that is next to nothing: inputs go to the parameters' device.
+    If operators are not traced, that is very little: inputs go to the parameters' device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A root's forward starts; return its inputs."""
+        """Begin a root's forward; return its inputs."""
         del module
         if self._device.type == "cpu":
             return args, kwargs
@@ -159,36 +160,36 @@ class Passes:
         return tensor.to(self._device, non_blocking=True)
 
     def progress(self, tree: Any) -> None:
-        """A module in the root is entered with these inputs."""
+        """Note that a module in the root is entered with these inputs."""
 
     def leave(self, output: Any, in_use: Callable[[int], bool]) -> Any:
-        """A root's forward ends; return its outputs."""
+        """End a root's forward; return its outputs."""
         del in_use
         return output
 
     def abandon(self) -> None:
-        """A root's forward ended in an exception."""
+        """End a root's forward after an exception."""
 
     def enter_backward(self, group: ParamGroup, grad: Tensor) -> None:
-        """Backward comes to a group with a gradient of its outputs."""
+        """Note that backward reaches a group with a gradient of its outputs."""
 
     def enter_gradient(self, group: ParamGroup, bucket: Bucket, grad: Tensor) -> Tensor:
-        """Return what this rank has of a gradient of an unsharded parameter."""
+        """Return this rank's part of a gradient of an unsharded parameter."""
         del group, bucket
         return grad
 
     def end_backward(self, in_use: Callable[[int], bool]) -> None:
-        """A backward is over."""
+        """End a backward."""
 
     def show_outside(self, groups: Sequence[ParamGroup]) -> None:
-        """Groups were unsharded by hand: who runs the model may look at them."""
+        """Show groups that were unsharded by hand to the code that runs the model."""
 
     def finish_graph(self) -> None:
         """Run what was traced, before the host reads a result."""
 
 
 class TracedPasses(Passes):
-    """What is done besides where operators are traced into a graph."""
+    """The `Passes` of a backend that traces operators into a graph."""
 
     def __init__(
         self, region: Region, groups: Sequence[ParamGroup], settings: RootSettings
@@ -205,7 +206,7 @@ class TracedPasses(Passes):
     # --- a root's forward ---
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Take a batch into the region, and what the forward uses besides.
+        """Take a batch, and everything else that the forward uses, into the region.
 
         Raises:
             StateError: The batch cannot be split evenly, or is hidden in an object.
@@ -230,7 +231,7 @@ class TracedPasses(Passes):
         return args, kwargs
 
     def leave(self, output: Any, in_use: Callable[[int], bool]) -> Any:
-        """Take outputs out of the region; `in_use` says whether the user holds a group unsharded.
+        """Take outputs out of the region; `in_use` returns whether the user holds a group.
 
         Raises:
             StateError: All tensors of the output are hidden in objects.
@@ -242,7 +243,7 @@ class TracedPasses(Passes):
         self.abandon()
         for group in self._groups:
             if not in_use(group.index):
-                group.show(unsharded=False)  # Else who looks at a kept one reads a rank's.
+                group.show(unsharded=False)  # Else a user would see one rank's kept parameters.
         self._move(
             [group for group in self._groups if in_use(group.index)],
             self.region.leave_shared,
@@ -252,7 +253,7 @@ class TracedPasses(Passes):
         return map_tensors(self._leave_output, output)
 
     def abandon(self) -> None:
-        """Close a forward, also one that ended in an exception."""
+        """Close a forward, even if it ended in an exception."""
         if self._open is not None:
             stack, self._open = self._open, None
             _local.open = None
@@ -262,24 +263,25 @@ class TracedPasses(Passes):
         self.region.progress(None)
 
     def progress(self, tree: Any) -> None:
-        """Let gathers from now on come after the first tensor in `tree`, a module's inputs."""
+        """Let later gathers come after the first tensor in `tree`, a module's inputs."""
         first = next(iter_tensors(tree), None)
         if first is not None:
             self.region.progress(first)
         self.region.gathers_wait = self._settings.barrier_in_forward
 
     def enter_backward(self, group: ParamGroup, grad: Tensor) -> None:
-        """Backward comes to a group with a gradient of its outputs."""
+        """Note that backward reaches a group with a gradient of its outputs."""
         self._entered.add(group.index)
-        if self.region.is_spmd:  # And the user may have looked at it.
+        if self.region.is_spmd:  # The user may have looked at it, too.
             self._move([group], self.region.enter_shared, outside=False)
         self.region.progress(grad)
         self.region.gathers_wait = self._settings.barrier_in_backward
 
     def enter_gradient(self, group: ParamGroup, bucket: Bucket, grad: Tensor) -> Tensor:
-        """Return what a rank has of a gradient of an unsharded parameter.
+        """Return a rank's part of a gradient of an unsharded parameter.
 
-        That of a use outside of forward, after `unshard()` by hand, is whole, and no rank's.
+        The gradient of a use outside of forward, after `unshard()` by hand, is whole, and no
+        rank's part.
         """
         assert isinstance(bucket.store, TracedStore)
         is_outside = bucket.store.is_outside or not self._comes_from_output
@@ -288,7 +290,7 @@ class TracedPasses(Passes):
         return self.region.enter_shared(grad.detach()) / self.region.num_ranks
 
     def end_backward(self, in_use: Callable[[int], bool]) -> None:
-        """A backward is over: nothing of it may be kept alive."""
+        """End a backward, and keep none of its tensors alive."""
         self.region.progress(None)
         self._entered.clear()
         self._comes_from_output = False
@@ -297,7 +299,7 @@ class TracedPasses(Passes):
             self.region.finish_graph()
 
     def show_outside(self, groups: Sequence[ParamGroup]) -> None:
-        """Let what groups show be seen by who runs the model: after `unshard()` by hand."""
+        """Let the code that runs the model see unsharded parameters, after `unshard()` by hand."""
         if self.region.is_spmd:
             self._move(groups, self.region.leave_shared, outside=True)
 
@@ -334,7 +336,7 @@ class TracedPasses(Passes):
         return map_tensors(enter, args), map_tensors(enter, kwargs)
 
     def _leave_output(self, tensor: Tensor) -> Tensor:
-        """Take an output out of the region, and note when backward comes to it."""
+        """Take an output out of the region, and note when backward reaches it."""
         if tensor.ndim > 0:
             output = self.region.leave_batch(tensor)
         elif tensor.is_floating_point():
@@ -362,9 +364,9 @@ class TracedPasses(Passes):
 
 
 def _refuse_hidden(tree: Any, verb: str) -> None:
-    """Refuse inputs or outputs whose tensors are all in objects of which no copy can be made.
+    """Refuse inputs or outputs whose tensors are all in objects that cannot be copied.
 
-    Some may be: an output may hold a cache besides, which only the model reads.
+    Some tensors may be in such objects: an output may also hold a cache that only the model reads.
     """
     seen: list[Tensor] = []
 

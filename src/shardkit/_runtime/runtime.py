@@ -1,7 +1,8 @@
-"""One runtime for all groups of a root: what happens at an event of a module's forward.
+"""The runtime of all groups of a root, which handles the events of modules' forwards.
 
 Events come from the hooks (`_module.hooks`), decisions from `_schedule`. `traffic` carries
-them out and sends gradients, `backward` follows what autograd tells. Nothing here knows a backend.
+decisions out and sends gradients, and `backward` handles autograd's events. No code here depends on
+a backend.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ _MIB = 2**20
 
 @dataclass(eq=False)
 class DummyStreams:
-    """Streams that move nothing between ranks: a rank takes what it has for what all have.
+    """Streams that move nothing between ranks: a rank uses its own data as the data of all ranks.
 
-    Buffers, casts and results are as they would be, so a step differs by the collectives only.
-    All of it runs on the compute stream. Values of the groups are worthless from the first dummy
-    on. `_which` names the collectives in the warning.
+    Buffers, casts and results are as usual, so a step lacks only the collectives. All work runs on
+    the compute stream. Values of the groups are worthless after the first dummy. `_which` names the
+    collectives in the warning.
     """
 
     _streams: CommStreams
@@ -64,7 +65,7 @@ class DummyStreams:
     _has_warned: bool = False
 
     def __getattr__(self, name: str) -> Any:
-        """Leave the rest to the streams."""
+        """Leave all other attributes to the streams."""
         return getattr(self._streams, name)
 
     def _note_use(self) -> None:
@@ -88,7 +89,7 @@ class DummyStreams:
     def start_gather(
         self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Event | None], of: str
     ) -> Done:
-        """Fill every rank's range with this rank's."""
+        """Fill every rank's range with this rank's data."""
         del of
         self._note_use()
         for fence in after:
@@ -112,14 +113,14 @@ class DummyStreams:
     @torch_tensors.without_dispatch_modes
     @torch.no_grad()
     def start_reduce(self, reductions: Sequence[Reduction], of: str) -> Done:
-        """Take this rank's gradients for those of all; sums are of as many of them as ranks."""
+        """Use this rank's gradients as those of all ranks; a sum has them once per rank."""
         del of
         self._note_use()
         region = self._streams.region
         outs = []
         for reduction in reductions:
             axis, replicas = reduction.shard_axis, reduction.replicate_axis
-            # Where one process traces all ranks, none of them is this one.
+            # If one process traces all ranks, no rank is this one.
             own = reduction.whole().view(axis.size, -1)[0 if region is not None else axis.rank]
             out = own * (axis.size * (replicas.size if replicas is not None else 1))
             if reduction.carry is not None:
@@ -134,7 +135,7 @@ class DummyStreams:
 def memory_report(
     message: str, gathers: Gathers, reductions: Reductions
 ) -> Callable[[str, Sequence[ParamGroup]], None]:
-    """Return a function that prints what exists of the unsharded parameters, when that changes."""
+    """Return a function that prints the memory of unsharded parameters when it changes."""
 
     def report(what: str, groups: Sequence[ParamGroup]) -> None:
         device = groups[0].device
@@ -158,7 +159,7 @@ def apply_debug(
     gathers: Gathers,
     reductions: Reductions,
 ) -> None:
-    """Have a root's gathers and reductions do what its settings say."""
+    """Apply the debug settings of a root to its gathers and reductions."""
     for user, is_dummy, which in (
         (gathers, settings.dummy_gathers, "gathers"),
         (reductions, settings.dummy_reductions, "reductions"),
@@ -178,7 +179,7 @@ class Runtime:
     Args:
         groups: All groups, in module order.
         settings: Settings of the root; call `update_options` after a change.
-        share: Runtime of another root, whose streams and memory are to be used.
+        share: Runtime of another root whose streams and memory to use.
 
     Attributes:
         groups: Groups by number.
@@ -187,7 +188,7 @@ class Runtime:
         gathers: Gathers that carry out its actions.
         reductions: Reductions of gradients.
         backward: Follower of backwards.
-        passes: Passes: what else is to be done where operators are traced.
+        passes: Passes, with the further work of backends that trace operators.
         used: Record of the parameters that any rank used.
         pass_root: Module whose forward is under way as a root; None: there is none.
         is_on_part: Whether other ranks of the world are in none of its meshes.
@@ -202,7 +203,7 @@ class Runtime:
         backend = groups[0].mesh.backend
         for index, group in enumerate(self.groups):
             group.index = index
-        # A process that holds all ranks has nobody to compare with.
+        # A process that holds all ranks has no other ranks to compare with.
         every_axis = dict.fromkeys(axis for group in self.groups for axis in group.axes)
         self.axes = axes = [] if backend.is_spmd else [*every_axis]
         self.is_on_part = not backend.is_spmd and is_on_part(self.groups)
@@ -218,7 +219,7 @@ class Runtime:
         self.schedule = UnshardSchedule(
             nbytes=nbytes if backend.batches_small_groups else (), is_idle=is_idle
         )
-        # Where operators are traced all ranks have one graph, or none runs at all.
+        # If operators are traced, all ranks have one graph, or none runs at all.
         self.used = UsedParameters(self.groups, [] if backend.is_traced else meshes)
         self.gathers = Gathers(self.groups, self.schedule, self.streams, self.slots)
         self.reductions = Reductions(
@@ -250,17 +251,17 @@ class Runtime:
         self.update_options(has_all=True)
 
     def __del__(self) -> None:
-        """Let compute wait for what is under way: its memory goes back to the allocator now."""
+        """Let compute wait for collectives in flight, whose memory is freed now."""
         streams = getattr(self, "streams", None)
         if streams is not None:
-            with contextlib.suppress(Exception):  # Where all of Python ends.
+            with contextlib.suppress(Exception):  # Python may be shutting down.
                 streams.join()  # order: a dropped model's memory waits for all streams
 
     def hand_over(self) -> list[ParamGroup]:
-        """Give way to the runtime of a root around this one: forwards so far may still go backward.
+        """Hand over to the runtime of a root around this one; past forwards may have a backward.
 
         Returns:
-            Groups that they entered, in order.
+            Groups that these forwards entered, in order.
         """
         if self._ended_in_exception:
             self.reset()
@@ -274,11 +275,11 @@ class Runtime:
 
     @property
     def _ended_in_exception(self) -> bool:
-        """Whether, between passes, the last forward or backward did not come to its end."""
+        """Whether the last forward or backward did not end, though no pass is under way."""
         return self.backward.is_running or self._interrupted or self.pass_root is not None
 
     def _sizes(self) -> tuple[list[int], bool]:
-        """Return the unsharded bytes of every group, and whether none needs memory of its own."""
+        """Return the unsharded bytes of every group, and whether no group needs its own memory."""
         nbytes = [group.unsharded_nbytes for group in self.groups]
         return nbytes, not any(group.needs_memory for group in self.groups)
 
@@ -288,8 +289,8 @@ class Runtime:
         """Read the settings of the root and all groups anew.
 
         Args:
-            has_all: Whether modules that have had no forward are none of this root's; else its next
-                one may take them in.
+            has_all: Whether modules without a forward so far do not belong to this root; else its
+                next forward may include them.
         """
         apply_debug(self.settings, self.groups, self.streams, self.gathers, self.reductions)
         options, groups = self.schedule.options, self.groups
@@ -321,7 +322,7 @@ class Runtime:
         if memory_axes != self._memory_axes:
             self._memory_axes = memory_axes
             self.streams.allocate_from(memory_axes)
-            self.slots.trim()  # What is free now is of the other kind.
+            self.slots.trim()  # Slots that are free now are of the other kind.
 
     def _indices_of(
         self, wanted: Sequence[ParamGroup], by: ParamGroup, *, has_all: bool
@@ -340,7 +341,7 @@ class Runtime:
 
     @torch_tensors.unseen_by_transforms
     def begin_pass(self, root: object) -> None:
-        """A root forward starts."""
+        """Begin the forward of a root."""
         if self._ended_in_exception:
             if self.backward.is_running:
                 self.streams.note_error(RuntimeError("an exception in a backward"))
@@ -349,14 +350,14 @@ class Runtime:
         if not torch.is_grad_enabled() and self._gathers_like_the_last(root):
             self.used.compare_in_inference(self.streams)
         has_changed = self._take_up_changes()
-        nbytes, is_idle = self._sizes()  # They may have been converted.
+        nbytes, is_idle = self._sizes()  # Parameters may have been converted.
         self.schedule.set_sizes(nbytes, is_idle=is_idle)
         if self.optimizer_event is not None:
             event, self.optimizer_event = self.optimizer_event, None
             self.streams.after_optimizer(event)  # order: gathers wait for the optimizer's event
         # order: a forward waits for writes to shards
         self.gathers.follow_writes(self._noted_versions)
-        self.used.finish_on_host()  # What needs the device would stall its queue: at the next one.
+        self.used.finish_on_host()  # A wait for the device would stall its queue; do that later.
         self.pass_root = root
         if _events.observer is not None:
             first = self.groups[0]
@@ -364,22 +365,22 @@ class Runtime:
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 
     def note_inputs(self, inputs: Any) -> None:
-        """Know whether a forward's inputs require gradients: then others compute what they are."""
+        """Note whether a forward's inputs require gradients, so that other ranks computed them."""
         if not self.groups[0].is_fed and any(t.requires_grad for t in iter_tensors(inputs)):
             for group in self.groups:
                 group.is_fed = True
 
     def _gathers_like_the_last(self, root: object) -> bool:
-        """Whether a pass gathers anything if it is like the last one of this root.
+        """Whether a pass gathers anything if it is like the last pass of this root.
 
-        Of memory that is kept each rank may make as many forwards as it likes.
+        With kept memory each rank may run any number of forwards.
         """
         live = self.schedule.live
         last = self.schedule.last_order(id(root))
         return any(self.groups[i].needs_memory and i not in live for i in last)
 
     def _take_up_changes(self) -> bool:
-        """Refresh groups whose parameters were replaced; return whether a shard was written to."""
+        """Refresh groups whose parameters were replaced; return whether a shard was written."""
         has_changed = False
         for group in self.groups:
             for bucket in group.buckets:
@@ -397,12 +398,12 @@ class Runtime:
         return has_changed
 
     def end_pass(self, *, needs_backward: bool, is_functional: bool = False) -> None:
-        """The root forward ends; in a `functional_call` of it, which returns what modules hold."""
+        """End the root's forward; in a `functional_call` put back what modules held."""
         self.pass_root = None
         for group in self.groups:
             if is_functional:
                 group.end_functional_call(is_live=group.index in self.schedule.live)
-            elif self.schedule.in_forward(group.index):  # The root has caught what it raised.
+            elif self.schedule.in_forward(group.index):  # The root has caught its exception.
                 group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
         self.gathers.settle_host_reads()  # order: after a forward the host waits for copies
@@ -410,7 +411,7 @@ class Runtime:
             _events.observer.end("pass", self.groups[0].number)
 
     def enter_forward(self, group: ParamGroup) -> ForwardRecord | None:
-        """A group's forward starts; return its record if it may have a backward."""
+        """Enter a group's forward; return its record if it may have a backward."""
         if group.gets_only_given and not self.schedule.in_forward(group.index):
             group.show(unsharded=True)
             return None
@@ -430,7 +431,7 @@ class Runtime:
         return record
 
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return stand-ins of the inputs that tell when backward is done with the group."""
+        """Return stand-ins for the inputs, which report when backward is done with the group."""
         record.has_input_grads = True
         result: Sequence[Tensor] = InputGrads.apply(record, *inputs)  # type: ignore[no-untyped-call]
         return result
@@ -442,7 +443,7 @@ class Runtime:
         outputs: Iterable[Tensor],
         module: nn.Module,
     ) -> None:
-        """The forward of a group's module ends with `outputs`, those that require gradients."""
+        """Leave the forward of a group's module; `outputs` are those that require gradients."""
         is_given = group.has_only_given  # No memory of the group was read.
         if is_given and not self.schedule.in_forward(group.index):
             group.show(unsharded=False)
@@ -458,7 +459,7 @@ class Runtime:
         needs_backward = record is not None and record.watch_outputs(outputs)
         if not needs_backward and record is not None and record.is_first:
             self.reductions.order.withdraw(group.index)
-        # A transform goes backward by itself, and nobody tells: it may read the memory.
+        # A transform runs backward by itself, without a report: it may read the memory.
         is_watched = (
             needs_backward
             or is_given
@@ -466,7 +467,7 @@ class Runtime:
             or not (in_transform or record.has_input_grads or group.may_train(module))
         )
         if not is_watched:
-            # Else nobody would: no output tells that backward has begun.
+            # Without this nothing would, since no output reports the start of backward.
             group.grad_hooks.collect_at_once()
         if not is_watched and not in_transform and record and not record.may_lack_outputs:
             self._warn_unwatched(group)
@@ -485,7 +486,7 @@ class Runtime:
         self.gathers.carry_out(actions)
 
     def _is_unfinished(self, group: ParamGroup, module: nn.Module) -> bool:
-        """Note that one of the group's modules ran; return whether others have not in this pass."""
+        """Note that a module of the group ran; return whether others have not run in this pass."""
         if len(group.modules) == 1:
             return False
         modules_run = self.schedule.states[group.index].modules_run
@@ -493,7 +494,7 @@ class Runtime:
         return len(modules_run) < len(group.modules)
 
     def _warn_unwatched(self, group: ParamGroup) -> None:
-        """Say once per group that no output was found by which to tell when its backward begins."""
+        """Warn once per group that no output can report the start of its backward."""
         if group.index not in self._warned and group.needs_memory:
             self._warned.add(group.index)
             msg = (
@@ -512,11 +513,11 @@ class Runtime:
         is_root: bool,
         is_recompute: bool,
     ) -> None:
-        """A forward ends in an exception. Whoever called the module may go on without it."""
+        """Handle the exception that ended a forward; the caller of the module may catch it."""
         if group is not None and _events.observer is not None:
             _events.observer.end("compute", group.number)
         if is_recompute:
-            return  # Or non-reentrant checkpointing has what it wants; backward goes on.
+            return  # Or non-reentrant checkpointing has all it needs, and backward continues.
         if error is not None:
             self.streams.note_error(error)
         if group is not None and group.has_only_given and not self.schedule.in_forward(group.index):
@@ -530,19 +531,19 @@ class Runtime:
             self.gathers.carry_out(actions)
         if is_root:
             self.passes.abandon()
-            # Not reset at once: to wait for collectives would hold up the exception.
+            # Do not reset at once: a wait for collectives would delay the exception.
             self.pass_root = None
             self._interrupted = True
 
     def tidy_up(self) -> None:
-        """Clean up after an exception; called where the parameters are asked for."""
+        """Clean up after an exception; called when code asks for the parameters."""
         if self._interrupted or (self.backward.is_running and not torch_autograd.in_backward()):
             self.reset()
 
     # --- forward inside backward ---
 
     def enter_recompute(self, group: ParamGroup) -> ForwardRecord | None:
-        """Activation checkpointing runs a forward again."""
+        """Enter a forward that activation checkpointing runs again."""
         self.backward.begin_backward()
         self.gathers.carry_out(self.schedule.enter_recompute(group.index))
         group.show(unsharded=True)
@@ -559,7 +560,7 @@ class Runtime:
         outputs: Iterable[Tensor],
         module: nn.Module,
     ) -> None:
-        """The repeated forward ends."""
+        """Leave the repeated forward."""
         del module
         if _events.observer is not None:
             _events.observer.end("compute", group.number)
@@ -597,7 +598,7 @@ class Runtime:
         self.gathers.settle_host_reads()  # order: after a reshard the host waits for copies
 
     def finish_step(self) -> None:
-        """A pipeline's step has had its last backward: reduce what was not synced, free memory."""
+        """End a pipeline's step after its last backward: reduce unsynced gradients, free memory."""
         self.backward.finish_step()
         for group in self.groups:
             self.reshard(group)
@@ -607,16 +608,16 @@ class Runtime:
 
     @property
     def unfinished(self) -> str | None:
-        """What a step has left for the next one, in words; None: nothing."""
+        """Text that says what a step has left for the next one; None: nothing."""
         for group in self.groups:
             if group.has_pending:
                 return f"gradients of {group.name!r} wait to be synced"
         return self.reductions.unfinished
 
     def settle(self) -> None:
-        """Leave nothing of before: no group unsharded, no memory, no event to be waited for.
+        """Leave nothing from before: no unsharded group, no memory, no event to wait for.
 
-        What comes later can be captured then, and what was captured stands for itself.
+        Then later work can be captured, and a capture does not depend on earlier work.
         """
         event, self.optimizer_event = self.optimizer_event, None
         self.streams.wait_fence(event)  # order: a capture comes after the optimizer's event
@@ -634,7 +635,7 @@ class Runtime:
         self.pass_root = None
         if _events.observer is not None:
             _events.observer.forget({group.number for group in self.groups})
-        # Memory is about to be given back that collectives may still use.
+        # Collectives may still use memory that is freed next.
         self.streams.join()  # order: after an error compute waits for all streams
         self.passes.abandon()
         for group in self.groups:

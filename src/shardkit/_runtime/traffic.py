@@ -1,4 +1,4 @@
-"""Gathers and reductions of one root: which are under way, which wait, what waits for them.
+"""Gathers and reductions of one root: which are in flight, which wait, what waits for them.
 
 Decisions come from `_schedule`; collectives are started and finished here.
 """
@@ -50,7 +50,7 @@ def names_of(groups: Sequence[ParamGroup]) -> str:
 def named_range(what: str, *groups: ParamGroup) -> AbstractContextManager[Any]:
     """Return a context that a profile shows as ``what`` and the groups' names.
 
-    Without a profiler it does nothing, and makes no name.
+    Without a profiler it does nothing, and does not build the name.
     """
     if not torch_devices.is_profiling():
         return _NOTHING
@@ -59,17 +59,17 @@ def named_range(what: str, *groups: ParamGroup) -> AbstractContextManager[Any]:
 
 # --- writes to unsharded parameters ---------------------------------------------------------------
 #
-# A forward may clamp or normalize its weights, or move a codebook. So may who works with
-# parameters that are kept between forward and backward. The memory of all that is given back.
-# Version counters tell of the writes, when a forward ends and before the memory goes.
+# A forward may clamp or normalize its weights, or move a codebook. User code may do so with
+# parameters that are kept between forward and backward. The memory of these parameters is freed.
+# Version counters show the writes, when a forward ends and before the memory is freed.
 
 
 def keep_writes(group: ParamGroup, streams: CommStreams) -> None:
-    """Take what was written to unsharded parameters of a group over into the shards.
+    """Copy what was written to unsharded parameters of a group into the shards.
 
     Raises:
-        RankMismatchError: On all ranks that wrote, if they wrote different values.
-        StateError: What was written cannot be kept.
+        RankMismatchError: Ranks wrote different values. All ranks that wrote raise.
+        StateError: The written values cannot be kept.
 
     Cost: one all-reduce of 16 bytes per axis; details travel only if ranks differ.
     """
@@ -87,14 +87,14 @@ def keep_writes(group: ParamGroup, streams: CommStreams) -> None:
             _check_alike(group, known, several, streams)
     for store, index in places:
         store.keep_written(index)
-    streams.follow_compute()  # The next gather: no version tells it of this.
+    streams.follow_compute()  # For the next gather, which sees no version of this write.
 
 
 def keep_own_writes(group: ParamGroup, streams: CommStreams) -> None:
-    """Take over what was written before an exception, which other ranks may not have come to.
+    """Copy into the shards what was written before an exception that other ranks may not have had.
 
-    The next backward compares it, as all that ranks write by themselves. What cannot be kept stays
-    noted: the next forward of the group, or who frees its memory, raises.
+    The next backward compares the values, as all values that ranks write by themselves. Writes that
+    cannot be kept stay noted: the next forward of the group, or freeing its memory, raises.
     """
     if not all(store.keeps_writes for store, _ in group.written_places()):
         return
@@ -142,7 +142,7 @@ def _check_alike(
 
 
 def hash_of(name: str) -> int:
-    """Return an odd number that is the same for a name in all processes."""
+    """Return an odd number for a name, the same in all processes."""
     return int.from_bytes(name.encode(), "big") * 2 + 1
 
 
@@ -164,7 +164,7 @@ def _first_difference(group: ParamGroup, by_rank: Sequence[dict[str, int]]) -> s
 
 
 def _begin_gather(parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisComm) -> None:
-    """Tell that stores of groups are gathered over `axis`; what is offloaded is copied first."""
+    """Report a gather of groups' stores over `axis`; offloaded shards are copied first."""
     observer = _events.observer
     assert observer is not None
     for group, stores in parts:
@@ -180,7 +180,7 @@ def _begin_gather(parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisCom
 
 
 def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
-    """Tell that gradients of groups are reduced; of what is offloaded the sums are copied."""
+    """Report a reduction of groups' gradients; sums are copied if they are offloaded."""
     observer = _events.observer
     assert observer is not None
     for group in groups:
@@ -211,13 +211,13 @@ def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
 
 
 class Gathers:
-    """Carries out the schedule's actions: gather, prefetch, wait, free.
+    """Executor of the schedule's actions: gather, prefetch, wait, free.
 
     Attributes:
-        nbytes: Size of the unsharded memory that exists now in bytes.
-        peak_nbytes: Largest size that ever existed.
+        nbytes: Bytes of unsharded memory that exist now.
+        peak_nbytes: Largest value of `nbytes` so far.
         in_trained_layer: Whether backward is inside a layer whose gradients come now.
-        report: Report of gathers and of what is freed, if there is one.
+        report: Function that reports gathers and frees, if there is one.
         make_room: Function called before a late prefetch of a group, so that memory is free.
     """
 
@@ -252,9 +252,9 @@ class Gathers:
         self._followed = [*versions]
 
     def _follow_late_writes(self, groups: Sequence[ParamGroup]) -> None:
-        """Let gathers come after writes inside of the root's forward, as of momentum encoders.
+        """Let gathers come after writes inside the root's forward, e.g. of momentum encoders.
 
-        What a gather waits for besides is that its memory is free, which may be long ago.
+        Otherwise a gather waits only until its memory is free, which may have been long ago.
         """
         versions = [group.shard_versions for group in groups]
         if any(
@@ -272,7 +272,7 @@ class Gathers:
 
     @torch_tensors.unseen_by_transforms
     def carry_out(self, actions: Sequence[Action]) -> None:
-        """Do what the schedule says, in order."""
+        """Carry out the schedule's actions, in order."""
         ahead: list[ParamGroup] = []
         for op, index in actions:
             group = self._groups[index]
@@ -281,7 +281,7 @@ class Gathers:
             elif op is Op.GATHER:
                 self._gather([group])
             elif op is Op.PREFETCH:
-                # A forward in `functional_call` may need nothing of the group's.
+                # A forward in `functional_call` may need no parameters of the group.
                 (self._put_off if group.gets_only_given else ahead).append(group)
             elif group in self._put_off:
                 self._put_off.remove(group)
@@ -291,7 +291,7 @@ class Gathers:
             self._prefetch(ahead)
 
     def refresh(self, group: ParamGroup) -> None:
-        """Free what was gathered before the shards were written to."""
+        """Free parameters that were gathered before the shards were written."""
         self._refreshed.add(group.index)
         self.carry_out(self._schedule.refresh(group.index))
 
@@ -320,9 +320,9 @@ class Gathers:
     def _prefetch(self, groups: list[ParamGroup]) -> None:
         """Gather for later.
 
-        Where only waiting frees memory, backward puts it off until half of the current group's
-        gradients have come: by then the last reduction is done and activations are freed, and
-        there is still enough compute left to hide it behind.
+        If only a wait frees memory, backward delays the gather until half of the current group's
+        gradients have come. By then the last reduction is done and activations are freed, and there
+        is still enough compute left to hide the gather.
         """
         if self._is_host_synchronous and self.in_trained_layer:
             self.gather_put_off()
@@ -331,14 +331,14 @@ class Gathers:
             self._gather(groups)
 
     def gather_put_off(self) -> None:
-        """Carry out the prefetch that was put off."""
+        """Carry out the delayed prefetch."""
         if self._put_off:
             groups, self._put_off = self._put_off, []
             self.make_room(groups[0])
             self._gather(groups)
 
     def forget_put_off(self) -> None:
-        """Do without it, after an exception."""
+        """Drop the delayed prefetch after an exception."""
         self._put_off.clear()
 
     def _gather(self, groups: Sequence[ParamGroup]) -> None:
@@ -349,7 +349,7 @@ class Gathers:
             self.nbytes += group.unsharded_nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         self._follow_late_writes(groups)  # order: gathers wait for writes inside of a forward
-        # All of a group's memory first: an error on one axis leaves none of its stores without.
+        # Allocate all memory of a group first: after an error on one axis no store may lack it.
         fences = [
             [store.acquire(self._slots) for _, stores in together for store in stores]
             for together in by_axis.values()
@@ -367,9 +367,9 @@ class Gathers:
         axis: AxisComm,
         fences: list[Event | None],
     ) -> None:
-        """Gather into the memory of stores of groups over `axis`, in one go, after `fences`.
+        """Gather stores of groups into their memory over `axis`, in one go, after `fences`.
 
-        Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
+        Cost: one all-gather per bucket, of `param_dtype` bytes; small buckets may travel together.
         """
         jobs = []
         for group, stores in parts:
@@ -388,7 +388,7 @@ class Gathers:
                 self._under_way.setdefault(group.index, []).append(handle)
 
     def _describe(self, groups: Sequence[ParamGroup]) -> str:
-        """Return the names of groups, and whether this rank had them and they were written to."""
+        """Return the groups' names, and whether this rank had them and they were written since."""
         if not self._refreshed or self._refreshed.isdisjoint(group.index for group in groups):
             return names_of(groups)
         return f"{names_of(groups)}, {WRITTEN_SINCE}"
@@ -413,7 +413,7 @@ class Gathers:
                 store.keep_part(axis, self._streams.fence)
         if group.gathered:
             fence = self._streams.fence()  # order: a slot's next user waits for the last reader
-            # Traced stores tell autograd by version counters that what they showed is gone.
+            # Traced stores raise version counters, so that autograd notices the freed parameters.
             with group.unnoticed_writes() if self._is_traced else _NOTHING:
                 for store in group.gathered:
                     store.release(self._slots, fence)
@@ -423,11 +423,11 @@ class Gathers:
     # --- memory between steps ---
 
     def trim(self) -> None:
-        """Give free slots back: the optimizer's temporaries want the room."""
+        """Give free slots back, to make room for the optimizer's temporaries."""
         self._slots.trim()
 
     def settle_host_reads(self) -> None:
-        """Let the user's code write offloaded shards from now on."""
+        """Wait until the user's code may write offloaded shards."""
         if not self._has_own_memory:
             return
         stores = [b.store for g in self._groups for b in g.buckets if b.plan.is_offloaded]
@@ -437,7 +437,7 @@ class Gathers:
 
 
 def _stores_by_axis(group: ParamGroup) -> dict[AxisComm, list[Store]]:
-    """Return what a group gathers next, by the axis that it goes over."""
+    """Return the stores that a group gathers next, by the axis of the gather."""
     by_axis: dict[AxisComm, list[Store]] = {}
     for store in group.gathered:
         by_axis.setdefault(store.plan.axis, []).append(store)
@@ -457,17 +457,17 @@ def _stores_by_axis(group: ParamGroup) -> dict[AxisComm, list[Store]]:
 
 
 class Reductions:
-    """Starts reductions in the order of `ReduceOrder`, and waits for them in the order of starting.
+    """Reductions, started in the order of `ReduceOrder`, and waited for in the order of starting.
 
     Args:
-        batch_nbytes: Limit in bytes: neighbours that are smaller than this together are sent
+        batch_nbytes: Limit in bytes: neighbours whose sizes add up to less than this are sent
             together.
         before_start: Function called before reductions are started.
 
     Attributes:
         order: Order in which groups are reduced.
-        report: Report of what is reduced, if there is one.
-        peak_nbytes: Largest size that buffers of reductions ever took in bytes.
+        report: Function that reports reductions, if there is one.
+        peak_nbytes: Largest number of bytes that buffers of reductions took so far.
     """
 
     def __init__(
@@ -494,16 +494,16 @@ class Reductions:
         self._queued: list[ParamGroup] = []
         self._queued_nbytes = 0
         self._under_way: list[ParamGroup] = []
-        self._num_sent = 0  # Of these, the first ones, whose send buffers are free.
+        self._num_sent = 0  # Number of the first of these whose send buffers are free.
 
     def use_streams(self, streams: Any) -> None:
         """Reduce on other streams from now on, see `set_debug`."""
         self._streams = streams
 
     def begin_backward(self) -> None:
-        """A backward begins: fix the order."""
+        """Fix the order at the start of a backward."""
         if any(group.replicates or group.has_reduce_hook for group in self._under_way):
-            self.finish()  # They communicate once more when waited for: in one order.
+            self.finish()  # A wait for them communicates once more, which needs one order.
         self.order.begin_backward()
 
     def collect(
@@ -515,18 +515,18 @@ class Reductions:
         *,
         is_layer: bool,
     ) -> None:
-        """Take a gradient that is to be reduced."""
+        """Take a gradient to reduce."""
         writes = is_layer and not group.gradients.holds_layers
         if writes and self._under_way and self._is_host_synchronous:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
         if writes and self._under_way and group.gradients.is_reducing:
-            self._finish_through(group)  # The send buffer is on the wire.
+            self._finish_through(group)  # The send buffer is in flight.
         if index in gradients.held and self._is_host_synchronous and gradients.holds_layers:
             self._write_held(group)  # Sums are made in the dtype of the send buffer.
         gradients.collect(index, grad, self._streams, self._slots, hold=not writes)
 
     def _free_sent(self, group: ParamGroup) -> None:
-        """Wait for send buffers, but as many as the group may have on the wire beside its own."""
+        """Wait for send buffers, except for as many as may be in flight beside the group's own."""
         allowed = len(self._under_way) + 1 - group.settings.max_send_buffers
         while self._num_sent < allowed:
             reducing = self._under_way[self._num_sent]
@@ -538,7 +538,7 @@ class Reductions:
             self._num_sent += 1
 
     def complete(self, group: ParamGroup) -> None:
-        """All gradients of a group have come."""
+        """Note that all gradients of a group have come."""
         if group.gradients.is_local:
             return
         if not group.settings.sync:
@@ -557,7 +557,7 @@ class Reductions:
         if not (group.settings.reduce_unused or group.has_pending):
             return
         if group in self._queued:
-            return  # It completed again, by a graph retained from before: it is sent with the rest.
+            return  # It completed again through a retained graph, and is sent with the rest.
         if self._queued and self._queued[0].axes != group.axes:
             self._start_queued()
         if self._is_host_synchronous and gradients.holds_layers and not gradients.sends_parts:
@@ -569,13 +569,13 @@ class Reductions:
             self._start_queued()
 
     def _start_queued(self) -> None:
-        """Start the reductions that wait for company."""
+        """Start the reductions that wait for neighbours."""
         if not self._queued:
             return
         self._before_start()
         groups, self._queued, self._queued_nbytes = self._queued, [], 0
         self.make_room(groups[0])
-        self._free_sent(groups[0])  # Where memory is not kept for another use.
+        self._free_sent(groups[0])  # Only if memory is not kept for another use.
         for group in groups:
             self._finish_through(group)  # order: a group's reduction waits for its previous one
         many = [(group.gradients, group.settings.all_reduce) for group in groups]
@@ -590,19 +590,19 @@ class Reductions:
             self.report("reduce", groups)
 
     def finish(self, *, leave: int = 0) -> None:
-        """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
+        """Wait for reductions if that frees their memory; else the end of backward waits."""
         while self._is_host_synchronous and len(self._under_way) > leave:
             self._finish_first()
 
     def make_room(self, group: ParamGroup) -> None:
-        """Wait for reductions, but as many as `group` may have under way, before a gather."""
+        """Wait for reductions before a gather, except for as many as `group` may have in flight."""
         self.finish(leave=group.settings.max_send_buffers - 1)
 
     def _finish_first(self) -> None:
         """Wait for the reduction that was started first.
 
-        Never for another one: waiting may be an all-reduce, and ranks that use different parameters
-        may have come to different groups.
+        It never waits for another one: a wait may be an all-reduce, and ranks that use different
+        parameters may have reached different groups.
         """
         group = self._under_way.pop(0)
         self._num_sent = max(self._num_sent - 1, 0)
@@ -615,28 +615,28 @@ class Reductions:
                 _events.observer.end(kind, group.number)
 
     def _finish_through(self, group: ParamGroup) -> None:
-        """Wait for the reduction of a group, if one is under way, and those before it."""
+        """Wait for the reduction of a group, if one is in flight, and for those before it."""
         while group.gradients.is_reducing:
             self._finish_first()
 
     def _write_held(self, group: ParamGroup) -> None:
-        """Write the group's held gradients to its send buffer, which may be on the wire."""
+        """Write the group's held gradients to its send buffer, which may be in flight."""
         self._finish_through(group)
         group.gradients.write_held(self._streams, self._slots)
 
     @property
     def unfinished(self) -> str | None:
-        """What no backward has waited for yet, in words; None: nothing."""
+        """Text that says what no backward has waited for yet; None: nothing."""
         left = (*self._queued, *self._under_way)
         return f"the reduction of {left[0].name!r} was not waited for" if left else None
 
     def finish_all(self) -> None:
-        """Wait for all that are under way."""
+        """Wait for all reductions in flight."""
         while self._under_way:
             self._finish_first()
 
     def finish_backward(self) -> None:
-        """The engine is done: reduce the rest, wait for all, assign all gradients."""
+        """Reduce the rest when the engine is done, wait for all, and assign all gradients."""
         rest = self.order.end_backward()
         # A parameter that fires in two engine runs (reentrant checkpointing) is reduced twice.
         known = {*rest, *(group.index for group in self._queued)}
@@ -652,7 +652,7 @@ class Reductions:
             return
         self._start_queued()
         if not all(group.settings.is_last_backward for group in self._groups):
-            return  # The next backwards overlap with what was started; the last one waits for it.
+            return  # The next backwards overlap with these reductions; the last one waits for them.
         self._used.start(self._streams)
         self.finish_all()  # order: the optimizer waits for all reductions
         if self._is_host_synchronous or any(g.gradients.needs_settling for g in synced):
@@ -665,7 +665,7 @@ class Reductions:
             self._used.check_alike()
 
     def finish_step(self) -> None:
-        """Reduce what several backwards have collected: all groups, whichever this rank used."""
+        """Reduce what several backwards have collected, in all groups, used here or not."""
         self.order.reset()
         for group in self._groups:
             if group.is_trainable:
@@ -674,7 +674,7 @@ class Reductions:
         self.finish_backward()
 
     def reset(self) -> None:
-        """Forget everything after an exception; unsynced gradients are dropped."""
+        """Drop all state after an exception, including unsynced gradients."""
         self.order.reset()
         for group in dict.fromkeys((*self._under_way, *self._groups)):
             group.gradients.reset(self._slots)

@@ -1,1 +1,1 @@
-"""The sharded tensor: a piece, what it is a piece of, and the operators that work on pieces."""
+"""The sharded tensor: a piece, the description of the whole, and the operators on pieces."""

@@ -1,7 +1,7 @@
-"""What packages that know FSDP2 ask of a sharded parameter, and `ShardedTensor` answers.
+"""Answers of `ShardedTensor` to packages that know FSDP2.
 
 They look for the names of a DTensor: `_local_tensor`, `_spec`, the class itself. And they ask for
-memory, mostly to find out whether two parameters are one.
+memory, mostly to find out whether two parameters are the same.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ R = TypeVar("R")
 _own_storages: weakref.WeakKeyDictionary[ShardSpec, torch.UntypedStorage] = (
     weakref.WeakKeyDictionary()
 )
-"""What stands for the memory of empty pieces, which have none: an address for each parameter."""
+"""Memory for empty pieces, which have none: it gives each parameter an address."""
 
 
 class _Claimed:
-    """Class that sharded tensors answer to beside their own; None: no other."""
+    """Class that sharded tensors claim beside their own; None: no other."""
 
     cls: type | None = None
 
 
 _truth = threading.local()
-"""Has `is_asked` in a thread that needs the class which an object has."""
+"""Thread-local: it has `is_asked` in a thread that needs the real class of objects."""
 
 
 def answer_to(cls: type | None) -> None:
-    """Let sharded tensors answer ``isinstance(p, cls)`` by True from now on; None: end that.
+    """Let sharded tensors answer ``isinstance(p, cls)`` with True from now on; None: end that.
 
-    Python asks the class of an object first, then what the object says its class is. So all is
-    True that was True before, and `type` gives the class it is.
+    Python first checks the class of an object, then the class that the object claims. So all checks
+    that were True stay True, and `type` returns the real class.
     """
     _Claimed.cls = cls
 
 
 def telling_the_truth(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function of torch that needs the class which a tensor has (`answer_to`)."""
+    """Wrap a function of torch that needs the real class of a tensor (`answer_to`)."""
 
     @functools.wraps(function)
     def asking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,14 +67,14 @@ def telling_the_truth(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class ClientAnswers(HostValues):
-    """The part of a `ShardedTensor` that no operator needs: what others ask DTensors for."""
+    """The part of a `ShardedTensor` that only other packages need, as they do of a DTensor."""
 
     local_piece: Tensor
     spec: ShardSpec
 
     @property
     def __class__(self) -> type:
-        """The class, or the one that is answered to (`answer_to`)."""
+        """The class, or the claimed one (`answer_to`)."""
         if _Claimed.cls is None or getattr(_truth, "is_asked", False):
             return type(self)
         return _Claimed.cls
@@ -82,20 +82,20 @@ class ClientAnswers(HostValues):
     @__class__.setter
     def __class__(self, cls: type) -> None:
         if cls is _Claimed.cls:
-            return  # Of a sharded tensor: what `swap_tensors` read of the other one.
+            return  # `swap_tensors` sets what it read from another sharded tensor.
         object.__dict__["__class__"].__set__(self, cls)
 
     @property
     def _local_tensor(self) -> Tensor:
-        """The piece, as `to_local` gives it where autograd does not record."""
+        """The piece, as `to_local` returns it when autograd does not record."""
         return self.local_piece
 
     @_local_tensor.setter
     def _local_tensor(self, piece: Tensor) -> None:
-        """Have another piece from now on, not copied, as by `replace_piece`.
+        """Use another piece from now on, without a copy, as `replace_piece` does.
 
         Raises:
-            ShardedTensorError: It has another number of elements.
+            ShardedTensorError: The piece has another number of elements.
         """
         wanted = tuple(self.local_piece.shape)
         if tuple(piece.shape) != wanted:
@@ -110,10 +110,10 @@ class ClientAnswers(HostValues):
 
     @property
     def _spec(self) -> Any:
-        """Not there: what DTensor keeps in it can describe rows only.
+        """Missing attribute: DTensor's spec can describe rows only.
 
         Raises:
-            AttributeError: Always. So `hasattr` is False.
+            AttributeError: Always, so that `hasattr` is False.
         """
         msg = (
             f"sharded {self.spec.name!r} has no _spec: a DTensorSpec says which rows a rank has, "
@@ -123,16 +123,16 @@ class ClientAnswers(HostValues):
         raise AttributeError(msg)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory of this rank's piece, and of nothing else.
+        """Return the memory of this rank's piece alone.
 
-        Its address tells parameters apart. So an empty piece has an address as well, which all
+        Its address distinguishes parameters. So an empty piece has an address as well, which all
         tensors of its parameter share.
         """
         piece = self.local_piece
         if type(piece) is not Tensor or piece.is_meta or piece.device.type == "xla":
             return piece.untyped_storage()
         if piece.numel():
-            # A storage that begins at the piece: those of a bucket lie in one storage.
+            # A storage that begins at the piece, because all pieces of a bucket share one storage.
             there = piece.detach().view(torch.uint8)
             return dlpack.from_dlpack(there).untyped_storage()
         if self.spec not in _own_storages:
@@ -140,7 +140,7 @@ class ClientAnswers(HostValues):
         return _own_storages[self.spec]
 
     def storage(self) -> Any:
-        """Refuse: writers of whole files ask for it, transformers' `save_pretrained` for one."""
+        """Refuse: writers of whole files call it, such as transformers' `save_pretrained`."""
         msg = (
             f"sharded {self.spec.name!r} has no storage of the whole tensor, which a writer of "
             f"files asks for (save_pretrained, safetensors). Save the whole model, on all ranks, "

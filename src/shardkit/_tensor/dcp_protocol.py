@@ -1,11 +1,11 @@
-"""What torch's distributed checkpoints (DCP) ask of a tensor, answered for sharded ones.
+"""The protocol of torch's distributed checkpoints (DCP) for sharded tensors.
 
 ``dcp.save`` and ``dcp.load`` take any tensor that says which boxes of the whole this process
-writes or wants (``__create_write_items__``, ``__create_chunk_list__``) and where they lie in its
-memory (``__get_tensor_shard__``). In a file a sharded tensor looks as FSDP2's does: chunks of a
+writes or needs (``__create_write_items__``, ``__create_chunk_list__``) and where they lie in its
+memory (``__get_tensor_shard__``). In a file a sharded tensor looks like one of FSDP2: chunks of a
 tensor of the global shape. So checkpoints can be exchanged, and loaded by any number of ranks.
 
-``torch.distributed.checkpoint`` takes long to import, so it is imported when it calls.
+``torch.distributed.checkpoint`` takes long to import, so it is imported when it calls this code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def boxes_of_piece(spec: ShardSpec) -> list[Box]:
-    """Return the boxes of the whole tensor that this rank's piece consists of; maybe none."""
+    """Return the boxes of the whole tensor that make up this rank's piece, maybe none."""
     spec.check_saved()
     tensor_parallel = spec.tensor_parallel
     return boxes_of_range(
@@ -40,9 +40,9 @@ def boxes_of_piece(spec: ShardSpec) -> list[Box]:
 
 
 def boxes_to_write(spec: ShardSpec) -> list[Box]:
-    """Return the boxes that this rank offers to write; ranks of equal pieces offer the same.
+    """Return the boxes that this rank offers to write; ranks with equal pieces offer the same.
 
-    A tensor without elements has one box nevertheless, or it would be missing in the checkpoint.
+    A tensor without elements also has one box, or the checkpoint would lack it.
     """
     if math.prod(spec.shape) == 0:
         return [Box((0,) * len(spec.shape), tuple(spec.shape), 0)]
@@ -52,9 +52,9 @@ def boxes_to_write(spec: ShardSpec) -> list[Box]:
 def create_write_items(
     fqn: str, piece: Tensor, shape: Sequence[int], boxes: Sequence[Box], name: str
 ) -> list[WriteItem]:
-    """Return what this rank has to write of a tensor: one item per box.
+    """Return the items that this rank has to write of a tensor, one per box.
 
-    DCP drops items that several ranks offer (the replicate axis) but for one of them.
+    If several ranks offer the same item (the replicate axis), DCP keeps one of them.
 
     Args:
         fqn: Name in the checkpoint.
@@ -90,10 +90,10 @@ def create_write_items(
 
 
 def create_chunk_list(spec: ShardSpec, piece: Tensor) -> list[ChunkStorageMetadata]:
-    """Return the boxes that this rank wants to load; only a load asks for them.
+    """Return the boxes that this rank needs to load; only a load calls this.
 
-    So the version counter of the shard is raised: what was gathered from it will be stale. Those
-    who write to what `get_tensor_shard` returns do not raise it.
+    So it raises the version counter of the shard: parameters gathered from it will be stale. Writes
+    to the result of `get_tensor_shard` do not raise the counter.
     """
     import torch
 
@@ -106,11 +106,11 @@ def get_tensor_shard(
 ) -> Tensor:
     """Return the memory of one box, found by its offsets, in its shape.
 
-    On the host it has a storage of its own, over the same memory: DCP copies what does not fill its
-    storage, and into fresh pages.
+    On the host the result has its own storage over the same memory: DCP copies a tensor that does
+    not fill its storage, into new pages.
 
     Raises:
-        ShardedTensorError: This rank has no box there.
+        ShardedTensorError: This rank has no box at these offsets.
     """
     import torch
 
@@ -121,7 +121,7 @@ def get_tensor_shard(
     for box in boxes:
         if box.offsets == wanted:
             view = piece[box.start : box.stop].view(box.sizes)
-            # On other devices DCP copies to the host anyway.
+            # From other devices DCP copies to the host anyway.
             return torch.utils.dlpack.from_dlpack(view) if view.is_cpu else view
     msg = (
         f"{index.fqn!r} is asked for at offsets {wanted}, but this rank's piece of sharded "

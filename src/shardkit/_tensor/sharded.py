@@ -1,7 +1,7 @@
 """`ShardedTensor`: this rank's flat piece of a tensor that has a global shape.
 
-What parameters, gradients and optimizer state of a sharded module are between forwards. What
-operators do on it is in `_tensor.ops`.
+Parameters, gradients and optimizer state of a sharded module are such tensors between forwards.
+`_tensor.ops` has the operators on them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 # --- hooks on gradients ---------------------------------------------------------------------------
 #
-# A forward computes with the unsharded parameter, so that is where gradients come. It gets one
-# hook that runs those of the sharded one, as soon as there is any. Without any nothing is paid.
+# A forward computes with the unsharded parameter, so gradients arrive there. As soon as the sharded
+# parameter has a hook, the unsharded one gets a hook that runs it. Without hooks there is no cost.
 
 _RELAYED = "_shardkit_relays"
-"""Where an unsharded parameter keeps whose hooks it runs."""
+"""Attribute where an unsharded parameter keeps the parameter whose hooks it runs."""
 
 
 class OwnHook:
@@ -45,7 +45,7 @@ class OwnHook:
 
 
 def _relay(hooks_ref: weakref.ref[Any], grad: Tensor) -> Tensor:
-    """Run hooks, as torch keeps them, as torch would; one that was removed has left their list."""
+    """Run the hooks in torch's own list, as torch would; removed hooks have left that list."""
     for hook in list((hooks_ref() or {}).values()):
         if not isinstance(hook, OwnHook):
             result = hook(grad)
@@ -54,7 +54,7 @@ def _relay(hooks_ref: weakref.ref[Any], grad: Tensor) -> Tensor:
 
 
 def relay_hooks(param: Tensor, unsharded: nn.Parameter) -> None:
-    """Have an unsharded parameter's gradients pass through the hooks of the sharded one."""
+    """Let an unsharded parameter's gradients pass through the hooks of the sharded one."""
     hooks = torch_autograd.tensor_hooks(param)
     if hooks is None or unsharded.__dict__.get(_RELAYED) is hooks:
         return
@@ -68,7 +68,7 @@ def relay_hooks(param: Tensor, unsharded: nn.Parameter) -> None:
 
 @contextlib.contextmanager
 def while_trainable(param: nn.Parameter) -> Iterator[None]:
-    """Let hooks be put on a parameter, also on one that is frozen for now or has no memory."""
+    """Allow hooks on a parameter, even if it is frozen for now or has no memory."""
     was_frozen = not param.requires_grad
     with torch_tensors.plain_torch_functions():
         if was_frozen:
@@ -82,7 +82,7 @@ def while_trainable(param: nn.Parameter) -> Iterator[None]:
 
 
 class ReplicatedTensor(Tensor):
-    """A whole tensor, as plain as any: what operators return of it is of no class of ours."""
+    """A whole tensor that acts like a plain one: results of operators on it are plain tensors."""
 
     spec: ShardSpec
     __torch_function__ = torch_tensors.disabled_torch_function
@@ -98,14 +98,14 @@ class ReplicatedTensor(Tensor):
         return self.spec.replicas
 
     def to_local(self) -> Tensor:
-        """Return the whole."""
+        """Return the whole tensor."""
         return self.as_subclass(Tensor)
 
     full_tensor = to_local
 
 
 def is_replica(placements: Any) -> bool:
-    """Whether placements, ours or torch's, ask for the same on each rank."""
+    """Whether placements, ours or torch's, ask for the same tensor on each rank."""
     return all(type(placement).__name__ == "Replicate" for placement in placements)
 
 
@@ -124,21 +124,21 @@ _OWN_ATTRIBUTES = (
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes that were set on a tensor by others than shardkit and torch."""
+    """Return the attributes of a tensor that neither shardkit nor torch has set."""
     return {k: v for k, v in tensor.__dict__.items() if k not in (*_OWN_ATTRIBUTES, "_is_param")}
 
 
 class ShardedTensor(ClientAnswers):
     """A tensor of a global shape of which this rank holds a flat range.
 
-    Looks like FSDP2's DTensor parameters: `shape` is global, `placements` and `device_mesh` say
-    how it is spread, `to_local()` is this rank's piece, `full_tensor()` the whole. Made by
-    `fully_shard`.
+    It looks like FSDP2's DTensor parameters: `shape` is global, `placements` and `device_mesh` say
+    how it is spread, `to_local()` returns this rank's piece, and `full_tensor()` the whole tensor.
+    `fully_shard` makes it.
 
-    Elementwise operators (also `_foreach` and `_fused` ones) cost no communication; reductions
-    over the whole tensor return the global value on every rank for one small all-reduce (a
-    `_foreach_norm` over a list costs one for the list) and so must be called by all ranks. Random
-    in-place fills give the same full tensor at every world size, from generators in equal state.
+    Elementwise operators (also `_foreach` and `_fused` ones) cost no communication. Reductions over
+    the whole tensor return the global value on every rank, so all ranks must call them. They cost
+    one small all-reduce (a `_foreach_norm` over a list costs one for the list). Random in-place
+    fills give the same full tensor at every world size, if the generators are in equal states.
     """
 
     spec: ShardSpec
@@ -147,13 +147,13 @@ class ShardedTensor(ClientAnswers):
     cut_for: Any
     cut_by: _GradientCut
     last_cut: Any
-    lost_gradient: str  # Why no gradient may arrive here; absent as a rule.
+    lost_gradient: str  # Why no gradient may arrive here; usually absent.
     __torch_function__ = torch_tensors.disabled_torch_function
 
     dispatch: ClassVar[Callable[[Any, Any, Any], Any]]
-    """Runs operators on sharded tensors; `_tensor.ops` sets both when it is imported."""
+    """Function that runs operators on sharded tensors; importing `_tensor.ops` sets this and it."""
     dispatch_mixed: ClassVar[Callable[[Any, Any, Any], Any]]
-    """Runs operators on those together with tensors of other classes, such as views of them."""
+    """Function that runs operators on sharded tensors and tensors of other classes, e.g. views."""
 
     @staticmethod
     def __new__(  # noqa: D417 - the class needs no description
@@ -163,14 +163,14 @@ class ShardedTensor(ClientAnswers):
         flat: Tensor | None = None,
         flat_start: int = 0,
     ) -> Self:
-        """Wrap a piece, not copied.
+        """Wrap a piece without a copy.
 
         Args:
             local: Piece of this rank, 1-D, ``spec.stop - spec.start`` elements.
             spec: Cut of the tensor.
-            flat: Tensor that `local` is a view of, 1-D, together with the pieces of other
-                parameters of the bucket, laid out as in the shard; lets list operators run on all
-                at once.
+            flat: 1-D tensor of which `local` is a view. It also has the pieces of the bucket's
+                other parameters, laid out as in the shard, so that list operators run on all
+                pieces at once.
             flat_start: Position in the shard of the flat's first element.
         """
         self: Self = torch_tensors.make_wrapper(
@@ -184,9 +184,9 @@ class ShardedTensor(ClientAnswers):
 
     @classmethod
     def over(cls, flat: Tensor, spec: ShardSpec, flat_start: int = 0) -> Self:
-        """Wrap the piece that a spec cuts from a flat; its view is made when it is asked for.
+        """Wrap the piece that a spec cuts from a flat; the first access to it makes its view.
 
-        List operators run on flats, so most gradients need none.
+        List operators run on flats, so most gradients need no view.
         """
         self: Self = torch_tensors.make_wrapper(
             cls, spec.shape, dtype=flat.dtype, device=flat.device
@@ -199,25 +199,26 @@ class ShardedTensor(ClientAnswers):
     @functools.cached_property
     @torch_tensors.without_dispatch_modes
     def local_piece(self) -> Tensor:  # type: ignore[override]  # It can be written.
-        """The piece of this rank, 1-D: given, or the view of the flat that the spec cuts."""
+        """The piece of this rank, 1-D: the given one, or the view of the flat."""
         assert self.flat is not None
         start, stop = self.spec.piece_range
         return self.flat[start - self.flat_start : stop - self.flat_start]
 
     def cut_gradient(self, *, is_gathered: bool = False) -> None:
-        """Have the gradient of this tensor arrive as this rank's piece of it.
+        """Let the gradient of this tensor arrive as this rank's piece of it.
 
-        Asked for by each operator that autograd records, and by those that return plain tensors:
-        in the forward of a user's `autograd.Function` none is recorded. What comes back through a
-        plain tensor is whole, and other on each rank. So may be what users' hooks return: what they
-        make of it together with a plain tensor. A leaf keeps it, so it is cut there once more.
+        Each operator that autograd records calls this. So do operators that return plain tensors,
+        because in the forward of a user's `autograd.Function` none is recorded. A gradient that
+        comes back through a plain tensor is whole, and different on each rank. So may be what a
+        user's hook computes from the gradient and a plain tensor. A leaf stores the result, so
+        there the result is cut once more.
 
         Args:
-            is_gathered: Whether the whole is used, beside what may be each rank's own.
+            is_gathered: Whether the whole tensor is used, together with each rank's own data.
         """
         if not self.requires_grad:
             return
-        made_by = self.grad_fn or True  # A write in place makes it the result of another operator.
+        made_by = self.grad_fn or True  # A write in place makes it another operator's result.
         if self.__dict__.get("cut_for") is not made_by:
             self.cut_for = made_by
             self.cut_by = _GradientCut(self.spec, refusal=self.__dict__.get("lost_gradient"))
@@ -229,30 +230,31 @@ class ShardedTensor(ClientAnswers):
             self.cut_by.may_be_number = False
 
     def _is_followed(self) -> bool:
-        """Whether autograd follows what is made of this tensor; refuse what must not arrive."""
+        """Whether autograd records operators on this tensor; refuse forbidden gradients."""
         is_followed = torch.is_grad_enabled() and self.requires_grad
         if is_followed and "lost_gradient" in self.__dict__:
             self.cut_gradient()
         return is_followed
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Have a function called with this tensor's gradient, which it may exchange.
+        """Call a function with this tensor's gradient, which it may replace.
 
-        A parameter's gets this rank's whole gradient in each backward, before ranks reduce it.
+        The hook of a parameter gets this rank's whole gradient in each backward, before ranks
+        reduce it.
         """
         handle: Any = super().register_hook(hook)  # type: ignore[no-untyped-call]
         if "last_cut" in self.__dict__:
             torch_autograd.run_last(self, self.last_cut)
         unsharded = self.unsharded
         if unsharded is not None:
-            # `swap_tensors` cuts them off.
+            # `swap_tensors` removes the hooks.
             torch_autograd.share_hooks(self, torch_autograd.tensor_hooks(self))
             relay_hooks(self, unsharded)
         return handle
 
     @property
     def unsharded(self) -> nn.Parameter | None:
-        """What modules hold in the place of this parameter in use; None: it is none of a group."""
+        """Parameter that modules hold while this one is in use; None: this is not in a group."""
         entry, unsharded = self.spec.entry, self.spec.unsharded
         of: Any = None if entry is None else entry()
         is_own = of is not None and of.param is self
@@ -276,7 +278,7 @@ class ShardedTensor(ClientAnswers):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take over values and dtype of `value`: sharded alike, or of the global shape."""
+        """Take over values and dtype of `value`, sharded in the same way or of global shape."""
         self.copy_values(value)
 
     @property
@@ -290,18 +292,19 @@ class ShardedTensor(ClientAnswers):
         return self.spec.placements
 
     def repoint(self, local: Tensor, spec: ShardSpec, flat: Tensor | None) -> None:
-        """Let this tensor's piece lie in another flat that holds the same numbers."""
+        """Move this tensor's piece to another flat that holds the same numbers."""
         self.local_piece, self.spec, self.flat, self.flat_start = local, spec, flat, 0
 
     @torch.no_grad()
     def copy_values(self, value: Tensor) -> None:
-        """Take over values and dtype of a tensor: sharded alike, or of the global shape.
+        """Take over values and dtype of a tensor, sharded in the same way or of global shape.
 
-        Copies into this rank's piece; if the dtype is another, or this tensor is on meta, into a
-        new piece on the mesh's device, which the group takes up at its next forward.
+        The values are copied into this rank's piece. If the dtype differs, or this tensor is on
+        meta, they go into a new piece on the mesh's device, which the group uses from its next
+        forward on.
 
         Raises:
-            ShardedTensorError: Another shape.
+            ShardedTensorError: The shapes differ.
         """
         if value.shape != self.shape:
             msg = (
@@ -319,7 +322,7 @@ class ShardedTensor(ClientAnswers):
         piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
         self.replace_piece(piece)
         try:
-            self.copy_(value)  # By the operator, which notes what was written to a parameter.
+            self.copy_(value)  # The operator notes that a parameter was written.
         except BaseException:
             self.grad = None
             self.replace_piece(before)
@@ -328,7 +331,7 @@ class ShardedTensor(ClientAnswers):
 
     @torch.no_grad()
     def replace_piece(self, piece: Tensor) -> None:
-        """Let this tensor have another piece, not copied, maybe of another dtype or device."""
+        """Give this tensor another piece without a copy, maybe of another dtype or device."""
         new: Tensor = ShardedTensor(piece, self.spec)
         if isinstance(self, torch.nn.Parameter):
             new = torch.nn.Parameter(new, requires_grad=self.requires_grad)
@@ -339,9 +342,9 @@ class ShardedTensor(ClientAnswers):
             self.grad = grad.to(self.dtype)
 
     def to_local(self) -> Tensor:
-        """Return this rank's piece: 1-D, maybe empty, shares memory with this tensor.
+        """Return this rank's piece: 1-D, maybe empty; it shares memory with this tensor.
 
-        Differentiable: the gradient of the piece becomes this rank's piece of the gradient.
+        It is differentiable: the gradient of the piece becomes this rank's piece of the gradient.
         """
         if self._is_followed():
             result: Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
@@ -349,17 +352,17 @@ class ShardedTensor(ClientAnswers):
         return self.local_piece
 
     def full_tensor(self) -> Tensor:
-        """Return the whole tensor, global shape, on every rank.
+        """Return the whole tensor, in its global shape, on every rank.
 
-        Call it on all ranks of the shard axis, and of the axes that a tensor-parallel parameter
-        is split over. Differentiable: the gradients that the ranks computed from it, each with its
-        own data, are averaged, and each rank keeps its piece. That costs an all-reduce of the
+        Call it on all ranks of the shard axis, and of the axes that a tensor-parallel parameter is
+        split over. It is differentiable: the gradients that the ranks computed from it, each with
+        its own data, are averaged, and each rank keeps its piece. That costs an all-reduce of the
         tensor's bytes in backward.
-        Of a frozen parameter over several tensors (quantized weights) it is a tensor of the
-        parameter's own class, in memory of its own.
+        For a frozen parameter over several tensors (quantized weights) the result is a tensor of
+        the parameter's own class, in memory of its own.
 
-        Cost: one all-gather of at most twice the tensor's bytes, or a broadcast per owner where
-        few ranks own it; then one more for each axis of tensor parallelism that it is split over.
+        Cost: one all-gather of at most twice the tensor's bytes, or a broadcast per owner if few
+        ranks own the tensor; then one more for each axis of tensor parallelism that splits it.
         """
         if self._is_followed():
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
@@ -371,7 +374,7 @@ class ShardedTensor(ClientAnswers):
         return whole
 
     def whole_values(self) -> Tensor:
-        """Return what is cut, on every rank: as `full_tensor`, but bytes where these are cut."""
+        """Return the whole tensor, like `full_tensor`; bytes if the parameter's bytes are cut."""
         return self.spec.gather(self.local_piece)
 
     def redistribute(
@@ -381,15 +384,15 @@ class ShardedTensor(ClientAnswers):
 
         Args:
             device_mesh: Mesh of the tensor, or None.
-            placements: Placements: `Replicate` for each mesh axis, ours or torch's: the whole on
-                every rank, differentiable, with ``to_local()``. Or the tensor's own, or None: the
-                tensor.
+            placements: Placements to reach. `Replicate` for each mesh axis, ours or torch's: return
+                the whole on every rank, differentiable, with ``to_local()``. The tensor's own, or
+                None: return the tensor.
             **options: Options such as DTensor's ``async_op``, which change nothing here.
 
         Raises:
-            ShardedTensorError: Others. Flat ranges cannot become rows.
+            ShardedTensorError: The placements are others. Flat ranges cannot become rows.
 
-        Cost: of `full_tensor`.
+        Cost: that of `full_tensor`.
         """
         del options
         wanted = self.placements if placements is None else tuple(placements)
@@ -409,7 +412,7 @@ class ShardedTensor(ClientAnswers):
         return whole
 
     def share_memory_(self) -> Self:
-        """Move this rank's piece, and what shares its storage, to shared memory."""
+        """Move this rank's piece, and all tensors on its storage, to shared memory."""
         self.local_piece.share_memory_()
         return self
 
@@ -418,8 +421,8 @@ class ShardedTensor(ClientAnswers):
         return bool(self.local_piece.is_shared())
 
     def module_load(self, other: Tensor, assign: bool = False) -> Tensor:  # noqa: FBT001, FBT002
-        """Return what `load_state_dict` swaps this parameter with, if torch is set to do so."""
-        del assign  # Done before, see `_params.state_dicts`.
+        """Return the tensor that `load_state_dict` swaps in, if torch is set to swap parameters."""
+        del assign  # `_params.state_dicts` has done it before.
         if other is not self:
             self.copy_(other)
         result = torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad)
@@ -444,18 +447,18 @@ class ShardedTensor(ClientAnswers):
         return result
 
     def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
-        """Tell a distributed checkpoint what this rank writes; see `dcp_protocol`."""
+        """Return what this rank writes to a distributed checkpoint; see `dcp_protocol`."""
         del tensor
         spec = self.spec
         boxes = dcp_protocol.boxes_to_write(spec)
         return dcp_protocol.create_write_items(fqn, self.local_piece, spec.shape, boxes, spec.name)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Tell a distributed checkpoint what this rank wants to load; see `dcp_protocol`."""
+        """Return what this rank loads from a distributed checkpoint; see `dcp_protocol`."""
         return dcp_protocol.create_chunk_list(self.spec, self.local_piece)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Give a distributed checkpoint the memory to read or write; see `dcp_protocol`."""
+        """Return the memory that a distributed checkpoint reads or writes; see `dcp_protocol`."""
         spec = self.spec
         boxes = dcp_protocol.boxes_of_piece(spec)
         return dcp_protocol.get_tensor_shard(index, self.local_piece, spec.shape, boxes, spec.name)
@@ -482,7 +485,7 @@ class ShardedTensor(ClientAnswers):
 
 
 class _FullTensor(torch.autograd.Function):
-    """A gather. Its gradient, on each rank another one, is averaged and cut."""
+    """A gather. Its gradients, which differ between ranks, are averaged and cut."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedTensor) -> Tensor:
@@ -495,7 +498,7 @@ class _FullTensor(torch.autograd.Function):
 
 
 class _Cut(torch.autograd.Function):
-    """The average over the ranks of a whole tensor, cut; the reverse of a gather."""
+    """The average of a whole tensor over the ranks, cut; the reverse of a gather."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, spec: ShardSpec, may_be_number: bool) -> ShardedTensor:  # noqa: FBT001
@@ -509,13 +512,13 @@ class _Cut(torch.autograd.Function):
 
 
 class _GradientCut(OwnHook):
-    """Turns whatever arrives as a sharded tensor's gradient into a sharded one: a hook.
+    """Hook that turns any gradient of a sharded tensor into a sharded one.
 
     Args:
         spec: Cut of the tensor.
-        may_be_number: Whether a number expanded to the shape is one on every rank, because the
-            tensor was reduced. Where its whole met data, it is one on those ranks only whose batch
-            is of one sample.
+        may_be_number: Whether a gradient that is one number, expanded to the shape, is one on every
+            rank. That is so if the tensor was reduced. If the whole tensor was used with data, it
+            is one number only on ranks whose batch has one sample.
         refusal: Reason why no gradient may arrive; None: it may.
     """
 

@@ -1,6 +1,6 @@
-"""How a tensor is cut: what a `ShardedTensor` knows of the tensor that its piece belongs to.
+"""Cuts of tensors: what a `ShardedTensor` knows about the whole that its piece belongs to.
 
-The spec of flat pieces, and that of rows on backends that trace what each rank computes.
+There are specs of flat pieces, and of padded pieces on backends that trace each rank's computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Axis(SumAxis, Protocol):
-    """The mesh axis that a tensor is cut over; its collectives (`backends.base.AxisComm`)."""
+    """The mesh axis over which a tensor is cut, with its collectives (`backends.base.AxisComm`)."""
 
     def all_gather(self, full: Tensor, own: Tensor) -> None: ...
     def broadcast(self, tensor: Tensor, src: int) -> None: ...
@@ -41,30 +41,31 @@ _NO_ROWS = (
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank of the mesh axis holds the same.
+    """Placement: every rank of the mesh axis holds the same tensor.
 
     Attributes:
-        claimed: Class that placements answer to beside their own, as sharded tensors do; None: no
-            other. Who sums over all axes but those of torch's ``Replicate`` would count copies.
+        claimed: Class that placements claim beside their own, as sharded tensors do; None: no
+            other. Without that class, code that sums over all axes except those of torch's
+            ``Replicate`` would count copies.
     """
 
     claimed: ClassVar[type | None] = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class, or the one that is answered to."""
+        """The class, or the claimed one."""
         return Replicate.claimed or Replicate
 
     def __hash__(self) -> int:
-        """Return the number that torch's ``Replicate`` has, to which this one may be equal."""
+        """Return the hash of torch's ``Replicate``, to which this object may be equal."""
         return hash(-1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be pickled as what it is."""
+        """Pickle the real class."""
         return Replicate, ()
 
     def is_replicate(self) -> bool:
-        """Return True, as a placement of torch does."""
+        """Return True, like torch's ``Replicate``."""
         return True
 
     def is_partial(self) -> bool:
@@ -79,19 +80,19 @@ class Replicate:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """Along the mesh axis each rank holds a contiguous range of the flattened tensor, maybe none.
+    """Placement: each rank of the mesh axis holds a contiguous range of the flat tensor, or none.
 
-    Not torch's ``Shard(0)``: a cut may fall inside a row.
+    It is not torch's ``Shard(0)``: a cut may fall inside a row.
 
     Attributes:
-        spec: Cut of the tensor that was asked for its placements; None: nobody was. It makes no
-            difference to whether placements are equal.
+        spec: Cut of the tensor whose placements were read; None: the placement comes from no
+            tensor. The equality of placements ignores it.
     """
 
     spec: ShardSpec | None = field(default=None, repr=False, compare=False)
 
     def is_replicate(self) -> bool:
-        """Return False, as a placement of torch does that cuts."""
+        """Return False, like torch's ``Shard``."""
         return False
 
     def is_partial(self) -> bool:
@@ -99,13 +100,13 @@ class FlatShard:
         return False
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Return True: ranks hold different elements.
+        """Return True, since ranks hold different elements.
 
         Args:
             dim: A dim that torch's ``Shard`` might cut; None: any.
 
         Raises:
-            ShardedTensorError: A dim is asked for.
+            ShardedTensorError: A dim is given.
         """
         if dim is not None:
             raise ShardedTensorError(_NO_ROWS.format(f"is_shard({dim}) is"))
@@ -113,15 +114,15 @@ class FlatShard:
 
     @property
     def dim(self) -> int:
-        """Not there: `hasattr` is False."""
+        """Missing attribute: `hasattr` is False."""
         raise AttributeError(_NO_ROWS.format("dim is"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be pickled without the cut, which belongs to this process."""
+        """Pickle without the cut, which belongs to this process."""
         return FlatShard, ()
 
     def __copy__(self) -> FlatShard:
-        """Return itself: it does not change."""
+        """Return itself, since it never changes."""
         return self
 
     def __deepcopy__(self, memo: object) -> FlatShard:
@@ -133,8 +134,8 @@ class FlatShard:
 def part_sums_of(axis: Axis) -> dict[tuple[Axis, ...], int]:
     """Return the axes over which norms of parts are summed (`ShardSpec.around`), in their order.
 
-    Each with the number of parameters. A rank may have no gradient of any part, and is asked by its
-    other gradients on the axis.
+    Each comes with the number of parameters. A rank without a gradient of any part takes part
+    through its other gradients on the axis.
     """
     found: dict[tuple[Axis, ...], int] = axis.__dict__.setdefault("shardkit_part_sums", {})
     return found
@@ -142,7 +143,7 @@ def part_sums_of(axis: Axis) -> dict[tuple[Axis, ...], int]:
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class ShardSpec:
-    """How one parameter is cut, shared by the parameter, its gradient and its optimizer state.
+    """Cut of one parameter, which the parameter, its gradient and its optimizer state share.
 
     Attributes:
         layout: Layout of the bucket.
@@ -150,32 +151,32 @@ class ShardSpec:
         mesh: Mesh of the parameter.
         axis: The shard axis.
         name: Name of the parameter, for errors; the root's first forward sets the full one.
-        around: Mesh that `mesh` is a part of, where ranks outside of `mesh` hold other parameters
-            in the place of this one, such as experts of their own; None: there are none.
-        has_copies: Whether these are copies of this one.
+        around: Mesh that `mesh` is a part of, if its other ranks hold other parameters in the place
+            of this one, such as other experts; None: there are no such ranks.
+        has_copies: Whether those parameters are copies of this one.
         shape: Global shape.
         start: First owned element of the flattened tensor on this rank.
-        stop: End of the owned elements; equal to `start` where this rank owns nothing.
+        stop: End of the owned elements; equal to `start` if this rank owns nothing.
         piece_range: Range [start, stop) of this rank's piece in its shard.
         state_allocator: `ops.StateAllocator` that lays optimizer state of the bucket end to end;
-            None: each apart.
+            None: each tensor is allocated separately.
         shard_device: Device of the pieces; None: the device of the mesh.
         subclass: `SubclassLayout` of the parameter's store, if its class gathers itself.
-        packing: Bytes of the parameter's tensors (`packing.Packing`), if it lies over several: then
-            the cut tensor is these bytes. Set by the store.
+        packing: Bytes of the parameter's tensors (`packing.Packing`), if it has several: then these
+            bytes are cut. The store sets it.
         tensor_parallel: Split of the parameter over another mesh (`dtensor.TensorParallel`) before
             it is cut here: then the layout, `start` and `stop` are those of this rank's part. None:
-            not at all.
+            no such split.
         axes: Axes over which ranks hold different elements.
         total_axes: Axes over which a norm of all parameters is summed: those of `axes`, and those
             along which other ranks hold other parameters.
         num_counted: Number of ranks over `total_axes` that hold the same elements.
-        is_written_here: Whether this rank offers its piece to checkpoints. Where several ranks hold
+        is_written_here: Whether this rank offers its piece to checkpoints. If several ranks hold
             the same elements, cut in different ways, one of them does.
-        is_worthless: Whether a step ran with dummy collectives (`set_debug`): nothing here is to be
-            saved.
-        entry: Weak reference to the `ParamEntry` of its group: the parameter, and who holds it.
-        unsharded: Weak reference to what modules hold in its place while it is unsharded.
+        is_worthless: Whether a step ran with dummy collectives (`set_debug`), so that no value may
+            be saved.
+        entry: Weak reference to the `ParamEntry` of its group: the parameter and its holders.
+        unsharded: Weak reference to the parameter that modules hold in its place while unsharded.
     """
 
     layout: FlatLayout
@@ -218,11 +219,11 @@ class ShardSpec:
         self.piece_range = self.layout.shard_range(self.index, self.axis.rank)
 
     def lie_within(self, around: DeviceMesh, *, has_copies: bool = False) -> None:
-        """Take other ranks of `around` to hold other parameters in the place of this one.
+        """Note that other ranks of `around` hold other parameters in the place of this one.
 
-        A norm of all is summed over `around`, but for axes of replicas that both meshes have. It
-        counts the mean of copies, and files have the first of them. A later call with a mesh around
-        that one takes the place of an earlier call.
+        A norm of all parameters is summed over `around`, except for axes of replicas that both
+        meshes have. It counts the mean of copies, and files have the first copy. A later call with
+        a mesh around that one replaces an earlier call.
         """
         if self.around is not None:
             self._leave_sums()
@@ -242,7 +243,7 @@ class ShardSpec:
             sums[self.total_axes] = sums.get(self.total_axes, 0) + 1
 
     def _leave_sums(self) -> None:
-        """Ask no ranks for a sum that nothing is part of any more."""
+        """Remove this part from the sums, so that ranks do not sum over axes without parts."""
         for axis in self.total_axes:
             sums = part_sums_of(axis)
             sums[self.total_axes] -= 1
@@ -250,7 +251,7 @@ class ShardSpec:
                 del sums[self.total_axes]
 
     is_traced = False
-    """Operators on pieces are traced, and there may be padding behind the pieces."""
+    """Whether operators on pieces are traced; then padding may follow the pieces."""
 
     @property
     def piece_numel(self) -> int:
@@ -258,12 +259,12 @@ class ShardSpec:
         return self.stop - self.start
 
     def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
-        """Return a piece for a reduction, to which elements of value `neutral` do nothing."""
+        """Return a piece for a reduction in which elements of value `neutral` have no effect."""
         del neutral
         return piece
 
     def gather(self, piece: Tensor) -> Tensor:
-        """Return the whole tensor of which `piece` is this rank's. Collective."""
+        """Return the whole tensor of which this rank has `piece`. Collective."""
         full: Tensor = self._gather_part(piece)
         if self.tensor_parallel is not None:
             full = self.tensor_parallel.to_whole(full)
@@ -291,20 +292,20 @@ class ShardSpec:
 
     @property
     def data_parallel_axes(self) -> tuple[Axis, ...]:
-        """The axes over which ranks compute with data of their own, and gradients are averaged."""
+        """The axes along which ranks have different data, and over which gradients are averaged."""
         inner = () if self.tensor_parallel is None else self.tensor_parallel.placements
         backend = self.mesh.backend
         return tuple(backend.axis(index) for index in range(self.mesh.ndim - len(inner)))
 
     def annotate_sharding(self, piece: Tensor) -> None:
-        """Have a piece spread over devices of this process; there is only one here."""
+        """Spread a piece over the devices of this process; here there is only one."""
 
     def check_saved(self) -> None:
         """Raise if this rank's piece cannot be written to a file, or read from one.
 
         Raises:
-            ShardedTensorError: Dummy collectives were on, or other ranks hold other parameters of
-                this name.
+            ShardedTensorError: Dummy collectives were on, or other ranks hold different parameters
+                of this name.
         """
         if self.around is not None and not self.has_copies:
             msg = (
@@ -325,15 +326,15 @@ class ShardSpec:
             raise ShardedTensorError(msg)
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
-        """Return itself: copies of a tensor are cut alike, on the same mesh."""
+        """Return itself, since copies of a tensor have the same cut on the same mesh."""
         del memo
         return self
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """One placement per mesh axis: the last of the axes sharded here is sharded.
+        """One placement per mesh axis; of the axes of `mesh` the last one is sharded.
 
-        Those of a DTensor follow, as torch's.
+        The placements of a DTensor follow, as torch's objects.
         """
         inner = () if self.tensor_parallel is None else self.tensor_parallel.placements
         replicated = self.mesh.ndim - len(inner) - 1
@@ -346,14 +347,14 @@ class ShardSpec:
 
     @property
     def device(self) -> torch.device:
-        """Where pieces are: the mesh's device, or the host if they are offloaded."""
+        """Device of pieces: the mesh's device, or the host if they are offloaded."""
         device: torch.device = (
             self.shard_device if self.shard_device is not None else self.mesh.backend.device
         )
         return device
 
     def same_cut(self, other: ShardSpec) -> bool:
-        """Whether pieces of both line up on every rank."""
+        """Whether pieces of both specs match on every rank."""
         return self is other or (
             self.shape == other.shape
             and (self.axis is other.axis or self.mesh == other.mesh)
@@ -362,9 +363,9 @@ class ShardSpec:
         )
 
     def slice_full(self, full: Tensor) -> Tensor:
-        """Return this rank's piece of a tensor of the global shape: 1-D, a view if it can be.
+        """Return this rank's piece of a tensor of the global shape: 1-D, a view if possible.
 
-        Of a packed parameter also of a tensor of its class.
+        For a packed parameter the tensor may also be one of its class.
         """
         if self.packing is not None and isinstance(full, self.packing.cls):
             full = self.packing.pack(full)
@@ -381,9 +382,9 @@ class ShardSpec:
         return rows[start - first * row_numel : stop - first * row_numel]
 
     def local_indices(self, places: Tensor) -> Tensor:
-        """Return where elements of the flattened whole lie in this rank's piece.
+        """Return the positions in this rank's piece of elements of the flattened whole.
 
-        What is not in it is below 0 or beyond its end.
+        Positions of elements outside of the piece are below 0 or beyond its end.
         """
         if self.tensor_parallel is not None:
             places = self.tensor_parallel.part_indices(places)
@@ -394,9 +395,9 @@ class ShardSpec:
 
 
 class WholeSpec(ShardSpec):
-    """By a process that holds the pieces of all ranks: end to end, the padding behind them.
+    """Cut in a process that holds the pieces of all ranks, end to end, followed by padding.
 
-    To operators it is the only rank, and owns everything.
+    For operators this process is the only rank, and owns everything.
     """
 
     __slots__ = ("_padded_numel",)
@@ -416,7 +417,7 @@ class WholeSpec(ShardSpec):
         """Return a piece without its padding."""
         del neutral
         rest = piece.numel() - self.stop
-        # Not a slice: inside of a dispatch XLA's functionalization refuses those.
+        # Not a slice: XLA's functionalization refuses slices inside a dispatch.
         return piece.split([self.stop, rest])[0] if rest else piece
 
     def slice_full(self, full: Tensor) -> Tensor:
@@ -425,7 +426,7 @@ class WholeSpec(ShardSpec):
 
     @property
     def data_parallel_axes(self) -> tuple[Axis, ...]:
-        """None: what this process computes is computed once."""
+        """No axes: what this process computes is computed once."""
         return ()
 
     def gather(self, piece: Tensor) -> Tensor:
@@ -433,14 +434,14 @@ class WholeSpec(ShardSpec):
         return self.without_padding(piece, 0).reshape(self.shape).clone()
 
     def annotate_sharding(self, piece: Tensor) -> None:
-        """Have a piece spread over the devices, where it was written as a whole."""
+        """Spread a piece over the devices after it was written as a whole."""
         self.mesh.backend.annotate_sharding(piece)
 
 
 class PaddedSpec(ShardSpec):
-    """By each of several ranks that trace: its own piece, as long as the others'.
+    """Cut on several ranks that trace; each has its own piece, and all pieces have one length.
 
-    Ranks that communicate must trace the same graph, so what is a rank's own enters as data.
+    Ranks that communicate must trace the same graph, so values of a single rank enter as data.
     """
 
     __slots__ = ()
@@ -458,10 +459,10 @@ class PaddedSpec(ShardSpec):
         return self.layout.sizes[self.index]
 
     def check_saved(self) -> None:
-        """Raise: these ranks have no process group to agree about files by.
+        """Raise if there are several ranks, which have no process group to agree on files.
 
         Raises:
-            ShardedTensorError: There are several.
+            ShardedTensorError: There are several ranks.
         """
         ShardSpec.check_saved(self)
         if self.mesh.size() > 1:
@@ -474,7 +475,7 @@ class PaddedSpec(ShardSpec):
             raise ShardedTensorError(msg)
 
     def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
-        """Return a piece with `neutral` for its padding: the same graph on each rank."""
+        """Return a piece with `neutral` in its padding, by the same graph on each rank."""
         numel, padded_numel = self.layout.numels[self.index], self._padded_numel
         if numel == padded_numel:
             return piece
@@ -499,10 +500,10 @@ class PaddedSpec(ShardSpec):
     def _own_row(self, flat: Tensor) -> Tensor:
         rows, rank = flat.view(self.axis.size, -1), self.axis.rank_on_device
         if flat.device != rank.device:
-            return rows[self.axis.rank]  # On the host there is no graph.
+            return rows[self.axis.rank]  # Tensors on the host have no graph.
         return rows.index_select(0, rank).view(-1)
 
 
 def padded(flat: Tensor, numel: int) -> Tensor:
-    """Return 1-D `flat` with zeros behind it."""
+    """Return 1-D `flat` followed by zeros."""
     return flat if flat.numel() == numel else F.pad(flat, (0, numel - flat.numel()))

@@ -1,6 +1,7 @@
-"""What each rank wrote to its shards, by itself, since ranks compared.
+"""Writes of each rank to its shards since the last comparison.
 
-Writes are logged where they happen. What filled or loaded a parameter is compared between ranks.
+Writes are logged where they happen. Values that filled or loaded a parameter are compared between
+ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ if TYPE_CHECKING:
 
 # --- the log of writes ----------------------------------------------------------------------------
 #
-# All pieces of a bucket share the version counter of their shard. That says enough to whoever
-# gathers the whole bucket, and too little to whoever keeps a copy of one parameter: an optimizer
-# of the biases would seem to write the weights as well. A log counts the writes of each
-# parameter. Writes that go past it are known by the version counter, and count as writes of all.
+# All pieces of a bucket share the version counter of their shard. That is enough for a gather of
+# the whole bucket, but not for a copy of one parameter: an optimizer of the biases would seem to
+# write the weights as well. So a log counts the writes of each parameter. The version counter shows
+# writes that bypass the log, and they count as writes of all parameters.
 
 _LOG_ATTRIBUTE = "shardkit_write_log"
 
 
 class WriteLog:
-    """Writes of the pieces in one memory.
+    """Log of writes to the pieces in one memory.
 
     Attributes:
         num_seen: Number of times that counted writes raised the version counter.
@@ -89,7 +90,7 @@ def note_raised(memory: Tensor, written: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def writing_only(pieces: Iterable[ShardedTensor]) -> Iterator[None]:
-    """Note that what is written inside of the context, by whatever operators, is these pieces."""
+    """Note that operators inside the context write only these pieces."""
     by_memory: dict[int, tuple[Tensor, list[int]]] = {}
     for piece in pieces:
         memory = memory_of(piece)
@@ -106,24 +107,24 @@ def writing_only(pieces: Iterable[ShardedTensor]) -> Iterator[None]:
 
 
 def _num_unseen(memory: Tensor) -> int:
-    """Return how often the version counter was raised by writes that no log counts."""
+    """Return how many times writes outside of the log raised the version counter."""
     log: WriteLog | None = memory.__dict__.get(_LOG_ATTRIBUTE)
     return torch_tensors.version_of(memory) - (0 if log is None else log.num_seen)
 
 
 # --- what ranks compare ---------------------------------------------------------------------------
 #
-# Each rank writes its piece of a whole that it has, so ranks that have other ones patch a parameter
-# together from all of them. What they wrote is noted where a whole comes in: by `copy_` from a
-# plain tensor, a random fill, a number, a write into a view. Updates by elementwise operators come
-# from sharded tensors: those of an optimizer's step are followed, and not noted. Of others that a
-# trained parameter gets it is noted which operators they were: all ranks have to make them.
-# What is written to pieces (a checkpoint) goes past operators: then nothing is known any more.
+# Each rank writes its piece of a whole tensor that it has. If ranks have different whole tensors,
+# they build a parameter from parts of all of them. So writes of whole tensors are noted: `copy_`
+# from a plain tensor, a random fill, a number, a write into a view. Updates by elementwise
+# operators come from sharded tensors. Those of an optimizer's step are followed, and not noted. For
+# other updates of a trained parameter the operators are noted, since all ranks have to run them.
+# Writes to pieces (a checkpoint) bypass operators: after them nothing is known any more.
 
 _ATTRIBUTE = "shardkit_followed"
 _MAX_SAMPLES = 1024
-_PART_NBYTES = 2**20  # Looked at together, which takes 16 times as much memory.
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # Odd, as int64: each place counts by another multiple.
+_PART_NBYTES = 2**20  # Bytes read together, which takes 16 times as much memory.
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # Odd, as int64: each place has another multiple of it.
 _NUM_ALWAYS_SAMPLED = 8
 _MASK = (1 << 62) - 1
 
@@ -134,13 +135,13 @@ def fingerprint(
 ) -> Tensor:
     """Return a 0-dim int64 that depends on the bits of evenly spaced elements.
 
-    Tensors that differ in all elements, as those of different seeds do, have different ones. So do
-    tensors that differ in one of the elements looked at.
+    Tensors that differ in all elements, as with different seeds, have different fingerprints. So do
+    tensors that differ in one of the sampled elements.
 
     Args:
         tensor: Tensor of any shape and dtype, with memory.
-        max_samples: Number of elements that are looked at; 0: all of them.
-        dtype: Dtype to cast to before; None: as it is.
+        max_samples: Number of elements to read; 0: all of them.
+        dtype: Dtype to cast to before; None: no cast.
     """
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -158,12 +159,12 @@ def fingerprint(
 
 @dataclass(slots=True)
 class WrittenValue:
-    """What was last written to a parameter.
+    """Last write to a parameter.
 
     Attributes:
         steps: Hash of the operators that wrote parts of it; 0: it was written as a whole.
-        sample: Fingerprint of what was written, 0-dim int64; None: this time nobody looked.
-        past_operators: Version of its memory, less the writes that were followed.
+        sample: Fingerprint of the written values, 0-dim int64; None: none was taken this time.
+        past_operators: Version of its memory, minus the number of followed writes.
         memory_id: Identity of its memory.
     """
 
@@ -174,33 +175,33 @@ class WrittenValue:
 
     @property
     def number(self) -> int:
-        """What ranks that wrote the same have in common; waits for the device."""
+        """Return a number that is equal on ranks that wrote the same; wait for the device."""
         return (self.steps + (0 if self.sample is None else int(self.sample))) & _MASK
 
     @property
     def is_seen(self) -> bool:
-        """Whether anything is known of what was written."""
+        """Whether anything is known about the written values."""
         return self.sample is not None or self.steps != 0
 
     def holds_for(self, param: Any) -> bool:
-        """Whether the parameter still has what was written, but for updates by operators."""
+        """Whether the parameter still has the written values, apart from updates by operators."""
         memory = memory_of(param)
         return id(memory) == self.memory_id and _past_operators(memory) == self.past_operators
 
 
 class _Noted:
-    """How many writes were noted in this process."""
+    """Count of the writes that were noted in this process."""
 
     count = 0
 
 
 def num_noted() -> int:
-    """Return how many writes were noted in this process: a step looks no further if it is one."""
+    """Return the number of noted writes in this process; a step that finds more looks further."""
     return _Noted.count
 
 
 def follow(memory: Tensor) -> None:
-    """Count a write by an operator that was not noted: what was noted before goes on to hold."""
+    """Count a write by an operator that was not noted, so that earlier notes stay valid."""
     count = memory.__dict__.get(_ATTRIBUTE)
     if count is not None:
         memory.__dict__[_ATTRIBUTE] = count + 1
@@ -218,10 +219,11 @@ def note_written(
     part_by: Any = None,
     max_samples: int = _MAX_SAMPLES,
 ) -> None:
-    """Note what was written to a parameter, after its version was raised.
+    """Note a write to a parameter, after its version was raised.
 
     Args:
-        target: The parameter, or a tensor of its memory. Nothing is noted of gradients and state.
+        target: The parameter, or a tensor of its memory. Writes to gradients and state are not
+            noted.
         wholes: Function that returns the written values, equal on all ranks.
         part_by: Operator that has written a part; None: all of it was overwritten.
         max_samples: Number of elements, as for `fingerprint`.
@@ -253,7 +255,7 @@ def note_written(
 
 
 class _InStep(threading.local):
-    """Whether this thread is inside of an optimizer's step."""
+    """Whether this thread is inside an optimizer's step."""
 
     now = False
 
@@ -262,19 +264,20 @@ _in_step = _InStep()
 
 
 def begin_step(*_: Any) -> None:
-    """An optimizer's step begins, which ranks compare by its settings and number."""
+    """Begin an optimizer's step; ranks compare steps by their settings and number."""
     _in_step.now = True
 
 
 def end_step(*_: Any) -> None:
-    """It has ended. After one that has raised this comes with the next."""
+    """End an optimizer's step. If a step has raised, the next one calls this."""
     _in_step.now = False
 
 
 def note_update(operator: Any, targets: Iterable[Any]) -> None:
     """Note an elementwise write to trained parameters, after their versions were raised.
 
-    Not one of an optimizer's step, or of a backward, whose order is each rank's own.
+    Writes of an optimizer's step are not noted. Nor are writes of a backward, whose order differs
+    between ranks.
     """
     if _in_step.now or torch_autograd.in_backward():
         return
@@ -284,13 +287,13 @@ def note_update(operator: Any, targets: Iterable[Any]) -> None:
 
 
 def _plain(whole: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor: ranks that are compared have the same one."""
+    """Return this rank's part of a DTensor; ranks that are compared have the same part."""
     to_local: Callable[[], Tensor] | None = getattr(whole, "to_local", None)
     return whole if to_local is None else to_local()
 
 
 def is_param(tensor: ShardedTensor) -> bool:
-    """Whether a tensor is a parameter of a group, or has its memory; not a gradient, or state."""
+    """Whether a tensor is a parameter of a group or has its memory, and no gradient or state."""
     return _entry_of(tensor) is not None
 
 
@@ -301,11 +304,11 @@ def _entry_of(tensor: ShardedTensor) -> Any:
 
 
 def _is_sampled(num_written: int) -> bool:
-    """Whether values are looked at: seldom, where a parameter is written in every step."""
+    """Whether to take a sample: rarely, if a parameter is written in every step."""
     return num_written <= _NUM_ALWAYS_SAMPLED or num_written & (num_written - 1) == 0
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """Return a tensor with the fingerprint of one of the shape of `like`, filled with a number."""
+    """Return a tensor with the same fingerprint as one like `like` that is filled with a number."""
     count = min(like.numel(), _MAX_SAMPLES)
     return torch.full((count,), value, dtype=like.dtype)

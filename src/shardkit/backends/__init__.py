@@ -1,9 +1,9 @@
 """Backends: how ranks of a mesh communicate.
 
-`base` says what a backend is, and what those have besides that trace operators. There are
-`gloo` (CPU), `accelerator` (any device with streams) and `xla`. `dtensor` knows parameters that
-tensor parallelism has split. Elsewhere only `_compat` and code for checkpoints import
-`torch.distributed`.
+`base` defines what a backend is, and what a backend that traces operators has in addition. The
+backends are `gloo` (CPU), `accelerator` (any device with streams) and `xla`. `dtensor` handles
+parameters that tensor parallelism has split. Elsewhere only `_compat` and code for checkpoints
+import `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Make a mesh over all ranks of the world; call it on every rank.
 
-    Starts the default process group from the launcher's environment variables if there is none
-    (gloo for ``"cpu"``, NCCL for ``"cuda"``, torch's default for other accelerators).
+    If there is no default process group, this call starts it from the launcher's environment
+    variables (gloo for ``"cpu"``, NCCL for ``"cuda"``, torch's default for other accelerators).
 
     Args:
         device_type: ``"cpu"``, ``"xla"`` or an accelerator with streams (``"cuda"``, ``"xpu"``,
             ...). On an accelerator set the current device first
             (``torch.cuda.set_device(local_rank)``). On XLA one process computes for all devices.
         mesh_shape: Size of each axis; their product is the number of ranks.
-        mesh_dim_names: Names of the axes. A 1-D mesh shards; the axes of a 2-D one are
+        mesh_dim_names: Names of the axes. The axis of a 1-D mesh shards; the axes of a 2-D mesh are
             (replicate, shard), in this order, whatever their names.
 
     Raises:
-        MeshError: On every rank, if no launcher started this process, the sizes do not multiply to
-            the world size, or the device type is unknown.
+        MeshError: No launcher started this process, the product of the sizes is not the world size,
+            or the device type is unknown. Every rank raises.
 
     Cost: one process group per axis.
     """
@@ -68,10 +68,10 @@ def init_device_mesh(
 
 
 def as_device_mesh(mesh: Any, *, device_type: str) -> DeviceMesh:
-    """Return `mesh` as shardkit's; torch's is converted, None is a 1-D mesh over the world.
+    """Return `mesh` as a mesh of shardkit; torch's is converted, None is the world in 1-D.
 
     Raises:
-        MeshError: If it is something else, or no process group exists.
+        MeshError: If `mesh` is something else, or no process group exists.
     """
     if isinstance(mesh, DeviceMesh):
         return mesh
@@ -91,9 +91,9 @@ def as_device_mesh(mesh: Any, *, device_type: str) -> DeviceMesh:
 def mesh_of_world(
     device_type: str, shape: Sequence[int], names: Sequence[str] | None
 ) -> DeviceMesh | None:
-    """Return a 1-D mesh over the default process group, if that is there and has this size.
+    """Return a 1-D mesh over the default process group, if that exists and has this size.
 
-    No communication, so that one rank alone may ask.
+    This does not communicate, so one rank may call it alone.
     """
     if len(shape) != 1 or current_world_size() != shape[0]:
         return None
@@ -103,9 +103,9 @@ def mesh_of_world(
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     """Return how a parameter is spread over a mesh of its own; None if it is not a DTensor."""
     dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    # The class, and not what a sharded tensor answers to while `install` is in force.
+    # Ask for the class: under `install` a sharded tensor also answers as a DTensor.
     if dtensor is None or not issubclass(type(param), dtensor):
-        return None  # Where nobody has imported DTensor there is none.
+        return None  # No code has imported DTensor, so there is none.
     from shardkit.backends.dtensor import TensorParallel
 
     distributed: Any = param

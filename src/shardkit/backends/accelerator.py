@@ -1,7 +1,7 @@
-"""Accelerator ranks: one backend for every device that torch has streams and collectives for.
+"""Accelerator ranks: one backend for every device for which torch has streams and collectives.
 
-That is ``cuda`` (NCCL, and RCCL on AMD), ``xpu``, ``npu``, ... What it needs of the device is in
-`device`; what runs on which stream says `AcceleratorStreams`.
+Such devices are ``cuda`` (NCCL, and RCCL on AMD), ``xpu``, ``npu``, ... `device` has what this
+backend needs of the device. `AcceleratorStreams` says what runs on which stream.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 # --- axes -----------------------------------------------------------------------------------------
 
 _CAPABLE_ENGINES = ("nccl", "xccl", "fake")
-"""Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
+"""Collective libraries that can divide by the number of ranks and can merge several all-gathers."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PeerHandle:
     """An exchange on a side stream.
 
-    It keeps memory of the compute stream that it uses, and copies (target on the host, source) back
-    when somebody waits.
+    The handle keeps the memory of the compute stream that the exchange uses. If the target is on
+    the host, `wait` copies the result from the source to it.
     """
 
     _device: AcceleratorDevice
@@ -73,7 +73,7 @@ class PeerHandle:
     _back: tuple[Tensor, Tensor] | None
 
     def wait(self) -> None:
-        """Let the compute stream wait; the host goes on, unless it is the host's memory."""
+        """Let the compute stream wait; the host goes on, unless the memory is the host's."""
         self._device.wait(self._device.current_stream(), self._event)
         back, self._back = self._back, None
         if back is not None:
@@ -81,19 +81,19 @@ class PeerHandle:
         self._kept = ()
 
     def __del__(self) -> None:
-        """Give no memory back that an exchange still uses: an error dropped the handle."""
+        """Keep memory until the exchange has used it, also if an error dropped the handle."""
         if self._kept:
             self._device.wait(self._device.current_stream(), self._event)
 
 
 class AcceleratorAxis(ProcessGroupAxis):
-    """An axis whose small collectives also take host tensors, as offloaded shards are.
+    """An axis whose small collectives also take host tensors, such as offloaded shards.
 
     Attributes:
         device: Device on which its collectives run.
-        reduce_group: Group for reduce-scatters; the gathers' own unless it was separated.
-        host_group: Group for small host tensors, so that the device need not be waited for; None:
-            the process group was made without an engine for the host.
+        reduce_group: Group for reduce-scatters; that of the gathers unless it was separated.
+        host_group: Group for small host tensors, so that the host need not wait for the device;
+            None: the process group was made without an engine for the host.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: AcceleratorDevice) -> None:
@@ -109,10 +109,10 @@ class AcceleratorAxis(ProcessGroupAxis):
         self._peer_stream: Stream | None = None
 
     def start_all_to_all(self, job: AllToAll) -> Handle:
-        """See `PeerAxis.start_all_to_all`: on a stream of its own.
+        """See `PeerAxis.start_all_to_all`; the exchange runs on a separate stream.
 
-        Memory of the host, as of offloaded shards, goes by the host's engine where there is one,
-        else through the device.
+        Memory of the host, such as offloaded shards, is exchanged by the host's engine if there is
+        one, else through the device.
         """
         is_on_host = job.send.device != self.device.device
         if is_on_host and self.host_group is not None:
@@ -124,7 +124,7 @@ class AcceleratorAxis(ProcessGroupAxis):
         if self._peer_stream is None:
             self._peer_stream = self.device.new_stream()
         stream = self._peer_stream
-        # What compute has written is sent, and what it has read last is overwritten.
+        # The exchange sends what compute has written, and overwrites what compute has read.
         self.device.wait(stream, self.device.record(self.device.current_stream()))
         issued = self.issue("all-to-all", job.of, job.total_nbytes)
         with self.device.on(stream):
@@ -149,7 +149,7 @@ class AcceleratorAxis(ProcessGroupAxis):
 
     @contextlib.contextmanager
     def _on_device(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Return a tensor, or a copy on the device that comes back when the context ends."""
+        """Yield a tensor, or a copy on the device that is copied back when the context ends."""
         on_device = self.device.copy(tensor)
         yield on_device
         if on_device is not tensor:
@@ -161,7 +161,7 @@ class AcceleratorAxis(ProcessGroupAxis):
             super().all_gather(on_device, self.device.copy(own))
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        """See `AxisComm.all_reduce`. What is on the device is watched until it is done there."""
+        """See `AxisComm.all_reduce`. A reduction on the device is watched until it is done."""
         if tensor.device != self.device.device:
             with self._on_device(tensor) as on_device:
                 super().all_reduce(on_device, op)
@@ -177,7 +177,7 @@ class AcceleratorAxis(ProcessGroupAxis):
             super().broadcast(on_device, src)
 
     def separate_reduce(self, *, enable: bool) -> None:
-        """Reduce on a communicator of its own, or on that of the gathers. Collective."""
+        """Reduce on a separate communicator, or on that of the gathers. Collective."""
         if enable and self.size > 1 and self._separate_group is None:
             self._separate_group = sub_group(self.group, [range(self.size)])
         separate = self._separate_group if enable else None
@@ -190,13 +190,13 @@ class AcceleratorAxis(ProcessGroupAxis):
 class Sums:
     """The arithmetic of one reduction, in steps that run on the current stream.
 
-    The engine divides if it can and if the sum is to be divided by the number of ranks; then a
-    reduction in the dtype of the result takes no kernel but the collective's. fp16 would overflow
-    in a sum, or underflow before it, so there half of the division comes before.
+    The engine divides if it can, and if the divisor is the number of ranks. Then a reduction in the
+    dtype of the result takes only the kernel of the collective. fp16 would overflow in a sum, or
+    underflow before it, so with fp16 half of the division comes before the sum.
 
     Attributes:
-        replicate_axis: All-reduce over it; None: there is none, or one rank on it.
-        can_be_result: The sum over the shard axis may be written where the result is wanted.
+        replicate_axis: Axis of the all-reduce; None: there is none, or it has one rank.
+        can_be_result: Whether the sum over the shard axis may be written to the result's memory.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -227,8 +227,8 @@ class Sums:
         """Sum over the shard axis, and add sums of earlier backwards.
 
         Args:
-            into: Tensor that gets the sum. None: in this rank's range of the send buffer, which is
-                free for it.
+            into: Tensor that gets the sum. None: the sum goes into this rank's range of the send
+                buffer, which may be overwritten.
 
         Returns:
             The sum: `into`, or that range, or the carry.
@@ -251,7 +251,7 @@ class Sums:
         return self._add_carry(total)
 
     def _add_carry(self, total: Tensor) -> Tensor:
-        """Add sums of earlier backwards in their dtype; what crosses an axis is narrow again."""
+        """Add sums of earlier backwards in their dtype; cast the sum back if it crosses an axis."""
         carry = self._reduction.carry
         if carry is None:
             return total
@@ -269,7 +269,7 @@ class Sums:
         dist.all_reduce(_as_real(total), op=self._op, group=self.replicate_axis.group)
 
     def finish(self, total: Tensor, result: Tensor) -> None:
-        """Scale the sum and put it where the result is wanted."""
+        """Scale the sum and put it into the result's memory."""
         if self._after == 1.0:
             if total is not result:
                 result.copy_(total)
@@ -280,15 +280,15 @@ class Sums:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers, which is what engines know."""
+    """Return a complex tensor as pairs of real numbers, since engines take only real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 # --- streams --------------------------------------------------------------------------------------
 #
 # Memory belongs to the compute stream. A side stream reads or writes it only after an event that
-# the compute stream recorded, and the compute stream touches it again only after an event of that
-# side stream; so no buffer is ever reused early, and peaks are the same in every step.
+# the compute stream recorded. The compute stream touches it again only after an event of that side
+# stream. So no buffer is reused too early, and peaks are the same in every step.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -318,7 +318,7 @@ class ReduceEventHandle:
         self._issued: list[Issued] = []
         self._device = device
         self._outs = outs
-        # The compute stream's memory, used by others: not to be allocated anew before that is done.
+        # Memory of the compute stream that other streams use. It is freed when they are done.
         self._kept: list[Tensor] = []
         self._ends: list[Event] = []
         self._is_on_host = False
@@ -334,14 +334,14 @@ class ReduceEventHandle:
         return tensor
 
     def started(self, fence: Event, ends: list[Event], *, is_on_host: bool) -> None:
-        """Note the event after the send buffers' last use, and those after all results."""
+        """Note the event after the last use of the send buffers, and the events after results."""
         self.fence, self._ends, self._is_on_host = fence, ends, is_on_host
         for issued in self._issued:
             issued.started(functools.partial(self._device.has_passed, ends[-1]))
 
     def wait_sent(self) -> None:
         """Let the compute stream wait until the send buffers are free; the host goes on."""
-        assert self.fence is not None  # It was started.
+        assert self.fence is not None  # `started` was called.
         # order: compute waits for the last use of send buffers
         self._device.wait(self._device.current_stream(), self.fence)
 
@@ -361,11 +361,11 @@ class _Prepared:
     """One reduction with its memory.
 
     Attributes:
-        reduction: The reduction that is asked for.
-        sums: The arithmetic of it.
+        reduction: The requested reduction.
+        sums: The arithmetic of the reduction.
         into: Memory for the sum over the shard axis. None: the send buffer.
         result: Memory for the result, on the device.
-        out: Memory where it is wanted: `result`, or memory of the host.
+        out: Memory that finally holds the result: `result`, or memory of the host.
     """
 
     reduction: Reduction
@@ -395,8 +395,8 @@ class DeviceCheckHandle:
 class AcceleratorStreams(WatchedStreams):
     """One stream each for gathers, reduce-scatters and all-reduces over the replicate axis.
 
-    A collective library runs what one communicator is given in the order of issue, so more streams
-    would not run more of them at once.
+    A collective library runs the collectives of one communicator in the order of issue, so more
+    streams would not run more of them at once.
     """
 
     def __init__(self, device: AcceleratorDevice, share: AcceleratorStreams | None = None) -> None:
@@ -412,10 +412,10 @@ class AcceleratorStreams(WatchedStreams):
         self._has_forked = False
 
     def note_step(self) -> None:
-        """Count it.
+        """Count the step.
 
         Raises:
-            StateError: It would be captured in a graph that shardkit knows nothing of.
+            StateError: The step would be captured in a graph that shardkit did not make.
         """
         if self._device.is_capturing() and not self._has_forked:
             msg = (
@@ -436,7 +436,7 @@ class AcceleratorStreams(WatchedStreams):
         self._allocator = next(offered, None)
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
-        """Reduce over `axis` on a communicator of its own, or on that of the gathers."""
+        """Reduce over `axis` on a separate communicator, or on that of the gathers."""
         assert isinstance(axis, AcceleratorAxis)
         axis.separate_reduce(enable=enable)
 
@@ -450,13 +450,13 @@ class AcceleratorStreams(WatchedStreams):
         return storage
 
     def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Put other memory of the device behind a storage, or none."""
+        """Give a storage other memory of the device, or none."""
         self._device.resize_storage(storage, nbytes)
 
     # --- order ---
 
     def fence(self) -> Event:
-        """Mark the compute stream."""
+        """Record an event on the compute stream."""
         return self._device.record(self._device.current_stream())
 
     def wait_fence(self, fence: Event | None) -> None:
@@ -466,7 +466,7 @@ class AcceleratorStreams(WatchedStreams):
             self._device.wait(self._device.current_stream(), fence)
 
     def follow_compute(self) -> None:
-        """Let the gather stream wait for writes to shards, whatever slots it will use."""
+        """Let the gather stream wait for writes to shards, whichever slots it will use."""
         self._device.wait(self._gather, self.fence())  # order: gathers wait for writes to shards
 
     def after_optimizer(self, event: Event) -> None:
@@ -474,25 +474,25 @@ class AcceleratorStreams(WatchedStreams):
         self._device.wait(self._gather, event)  # order: gathers wait for the optimizer's event
 
     def fork(self) -> None:
-        """Let all streams wait for compute, whose capture has begun: so they are captured."""
+        """Let all streams wait for compute, whose capture has begun, so that it captures them."""
         start = self.fence()
         for stream in (*self._streams, *self._hook_streams):
             self._device.wait(stream, start)  # order: all streams join a capture
         self._has_forked = True
 
     def end_fork(self) -> None:
-        """Know that the capture has ended, or was given up."""
+        """Note that the capture has ended, or was given up."""
         self._has_forked = False
 
     def join(self) -> None:
-        """Let the compute stream wait for all that was issued on others."""
+        """Let the compute stream wait for all work issued on other streams."""
         compute = self._device.current_stream()
         for stream in (*self._streams, *self._hook_streams):
             # order: compute waits for all streams
             self._device.wait(compute, self._device.record(stream))
 
     def settle_host_reads(self, *, compute: bool) -> None:
-        """Block the host until copies from offloaded shards have been made."""
+        """Block the host until all copies from offloaded shards are done."""
         if compute:
             self._device.synchronize(self.fence())
         event, self._host_read = self._host_read, None
@@ -524,7 +524,7 @@ class AcceleratorStreams(WatchedStreams):
 
     def start_reduce(self, reductions: Sequence[Reduction], of: str) -> ReduceEventHandle:
         """Reduce-scatter on one stream, all-reduce on the next."""
-        # All memory belongs to the compute stream: it is allocated before others may touch it.
+        # All memory belongs to the compute stream: allocate it before other streams touch it.
         outs = [self._new_result(reduction) for reduction in reductions]
         handle = ReduceEventHandle(self._device, outs)
         prepared = [self._prepare(*pair, handle) for pair in zip(reductions, outs, strict=True)]
@@ -533,7 +533,7 @@ class AcceleratorStreams(WatchedStreams):
             # order: send buffers wait for the reduce-scatter
             ends = [self._reduce, *(self._start_one(each, handle, of) for each in prepared)]
         except BaseException:
-            # What was issued still writes memory that nobody will wait for.
+            # Collectives that were issued still write to memory, and nobody will wait for them.
             self.join()  # order: after an error compute waits for what was issued
             raise
         # order: compute waits for every stream that results end on
@@ -549,7 +549,7 @@ class AcceleratorStreams(WatchedStreams):
         return self._device.empty(numel, dtype)
 
     def _prepare(self, reduction: Reduction, out: Tensor, handle: ReduceEventHandle) -> _Prepared:
-        """Allocate what one reduction needs beside its result."""
+        """Allocate the memory that one reduction needs beside its result."""
         result = out
         if reduction.is_to_host:
             # order: a result lives until it is copied to the host
@@ -561,13 +561,13 @@ class AcceleratorStreams(WatchedStreams):
         if sums.can_be_result:
             into = result
         elif sums.replicate_axis is not None:
-            # Else the send buffer would be in use until the all-reduce is done.
+            # Without this the send buffer would be in use until the all-reduce is done.
             # order: a sum over the shard axis lives until it is all-reduced
             into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))
         return _Prepared(reduction, sums, into, result, out)
 
     def _start_one(self, prepared: _Prepared, handle: ReduceEventHandle, of: str) -> Stream:
-        """Start one reduction; return the stream that it ends on."""
+        """Start one reduction; return the stream on which it ends."""
         reduction, sums, result = prepared.reduction, prepared.sums, prepared.result
         stream = self._reduce
         shard_axis = reduction.shard_axis
@@ -598,7 +598,7 @@ class AcceleratorStreams(WatchedStreams):
         return stream
 
     def _follow(self, stream: Stream, before: Stream) -> Stream:
-        """Let a stream go on after all that was issued on another."""
+        """Let a stream continue after all work issued on another."""
         # order: a stream waits for the one before it
         self._device.wait(stream, self._device.record(before))
         return stream
@@ -606,7 +606,7 @@ class AcceleratorStreams(WatchedStreams):
     def start_all_reduce_max(
         self, tensor: Tensor, axes: Sequence[AxisComm], of: str
     ) -> CheckHandle:
-        """All-reduce by the host's engine if all axes have one, else a copy on the device."""
+        """All-reduce by the host's engine if all axes have one, else on a copy on the device."""
         own = _as_own(axes)
         groups = [axis.host_group for axis in own]
         if any(group is None for group in groups):
@@ -619,7 +619,7 @@ class AcceleratorStreams(WatchedStreams):
         pinned = self._device.empty_on_host(tensor.numel(), tensor.dtype, pinned=True)
         pinned.copy_(tensor)
         with self._device.on(self._reduce):
-            # This stream's own memory: nobody waits for a model that is dropped.
+            # The memory is this stream's own, since nobody waits for a model that is dropped.
             # order: numbers lie in memory that the reduce stream allocates
             on_device = self._device.empty(tensor.numel(), tensor.dtype)
             on_device.copy_(pinned, non_blocking=True)
@@ -631,7 +631,7 @@ class AcceleratorStreams(WatchedStreams):
 
 
 def _as_own(axes: Sequence[AxisComm]) -> list[AcceleratorAxis]:
-    """Return axes, all of which are of this backend."""
+    """Return the axes with the type of this backend; all of them are of this backend."""
     own = [axis for axis in axes if isinstance(axis, AcceleratorAxis)]
     assert len(own) == len(axes)
     return own
@@ -654,7 +654,7 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
 
 
 class AcceleratorBackend(ProcessGroupBackend):
-    """Meshes of accelerators: the current device of this process is its rank's."""
+    """Meshes of accelerators; the current device of a process is the device of its rank."""
 
     is_host_synchronous = False
     has_own_memory = True
@@ -675,7 +675,7 @@ class AcceleratorBackend(ProcessGroupBackend):
         return AcceleratorAxis(group, self.accelerator)
 
     def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """Return zeros on the host, for shards that are offloaded."""
+        """Return zeros on the host, for offloaded shards."""
         return self.accelerator.empty_on_host(numel, dtype, pinned=pinned).zero_()
 
     def new_graph(self, axes: Sequence[AxisComm]) -> StreamGraph:

@@ -1,4 +1,4 @@
-"""What a backend gives the rest of the library; nothing above knows which one it has."""
+"""Interface of backends; no layer above knows which backend it uses."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class InGraph:
-    """The fence of what the compiler orders: nobody has to wait."""
+    """Fence of work that the compiler orders: nobody has to wait."""
 
     def query(self) -> bool:
-        """Whether it is done: for whoever asks outside of the graph."""
+        """Whether the work is done, for callers outside of the graph."""
         return True
 
     def synchronize(self) -> None:
@@ -42,11 +42,11 @@ class TracedGather:
 
     Attributes:
         pieces: 1-D, storage dtype, one per parameter, as the bucket keeps them.
-        dtype: Cast to it before they travel.
-        tail_numel: Elements to put behind the pieces of every rank, if they travel as one.
+        dtype: Dtype to which the pieces are cast before they travel.
+        tail_numel: Elements to put after the pieces of every rank, if they travel as one.
         bucket_id: Number of the bucket, equal in every step.
-        wholes: Result: 1-D, all ranks' parts of each piece, end to end; none shares memory with
-            another.
+        wholes: Result: 1-D tensors with all ranks' parts of each piece, end to end; they share no
+            memory with each other.
     """
 
     pieces: list[Tensor]
@@ -57,11 +57,11 @@ class TracedGather:
 
 
 class Region(Protocol):
-    """What is traced for each rank.
+    """The part of a program that is traced for each rank.
 
-    Where one process has all ranks' tensors (`is_spmd`), a tensor is whole outside of the region.
-    Inside it is what one rank has. `enter` and `leave` of a batch, of something shared and of a
-    mean are differentiable. On other meshes a process is a rank, and nothing is entered or left.
+    If one process has all ranks' tensors (`is_spmd`), a tensor is whole outside of the region, and
+    one rank's part inside. `enter_batch`, `leave_batch`, `enter_shared` and `leave_mean` are
+    differentiable. On other meshes a process is a rank, and there is nothing to enter or leave.
     """
 
     is_spmd: bool
@@ -69,50 +69,50 @@ class Region(Protocol):
     """Number of parts that a batch is split into when it enters."""
     device: torch.device
     drawing: Any
-    """The last context of `draw_apart`; its `again()` repeats what is drawn from now on."""
+    """The last context of `draw_apart`; its `again()` repeats the numbers drawn from now on."""
 
     gathers_wait: bool
-    """Gathers come after `progress` in the graph."""
+    """Whether gathers come after `progress` in the graph."""
 
     def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return copies that are there only when `progress` is; the compiler cannot merge them."""
+        """Return copies that exist only after `progress`; the compiler cannot merge them."""
 
     def enter_batch(self, tensor: Tensor) -> Tensor:
-        """Return this rank's rows of `tensor`, of all ranks' axes together."""
+        """Return this rank's rows of `tensor`, which is split over all axes together."""
 
     def leave_batch(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' rows."""
+        """Return the rows of all ranks."""
 
     def enter_shared(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, equal on all ranks; its gradient is the sum of theirs."""
+        """Return `tensor`, equal on all ranks; its gradient is the sum of the ranks' gradients."""
 
     def leave_shared(self, tensor: Tensor) -> Tensor:
-        """Return what all ranks have alike. Not differentiable."""
+        """Return a tensor that is equal on all ranks. Not differentiable."""
 
     def leave_mean(self, tensor: Tensor) -> Tensor:
         """Return the mean over the ranks of a 0-dim floating-point tensor."""
 
     def agree(self, tensor: Tensor) -> Tensor:
-        """Return the mean over the ranks, the maximum of integers, on every rank. In the region.
+        """Return, in the region, the mean over the ranks, or the maximum of integers.
 
         Cost: one all-reduce.
         """
 
     def progress(self, tensor: Tensor | None) -> None:
-        """Let gathers from now on come after `tensor` in the graph; None: after nothing."""
+        """Let later gathers come after `tensor` in the graph; None: after nothing."""
 
     def forget_collectives(self) -> None:
         """Do not order later collectives after those that were traced before.
 
-        The earlier ones may have run by now, because the host read a result. An order would run
-        them again, and make another graph each time.
+        The earlier ones may have run by now, because the host read a result. Ordering would run
+        them again, and would make another graph each time.
         """
 
     def draw_apart(self) -> Any:
-        """Return a context in which every rank draws random numbers of its own."""
+        """Return a context in which every rank draws its own random numbers."""
 
     def finish_graph(self) -> None:
-        """Run what has been traced."""
+        """Run the operators that have been traced."""
 
 
 # --- backends -------------------------------------------------------------------------------------
@@ -122,15 +122,15 @@ class Region(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """What this rank sends to each rank of an axis, and gets from each.
+    """Data that this rank sends to each rank of an axis, and receives from each.
 
     Attributes:
-        send: 1-D, bytes: what each rank gets, in rank order, end to end.
-        receive: 1-D, bytes: what each rank sends, in rank order; written.
-        send_nbytes: Bytes that each rank gets.
-        receive_nbytes: Bytes that each rank sends.
-        total_nbytes: A number that all ranks know of it, by which the watch compares them.
-        of: Word for what travels.
+        send: 1-D bytes for each rank, in rank order, end to end.
+        receive: 1-D bytes from each rank, in rank order; written.
+        send_nbytes: Number of bytes for each rank.
+        receive_nbytes: Number of bytes from each rank.
+        total_nbytes: A number that all ranks know, by which the watch compares the exchange.
+        of: Word for the data.
     """
 
     send: Tensor
@@ -148,14 +148,14 @@ class AxisComm(SumAxis, Protocol):
         """Fill `full` (1-D) with every rank's `own`, in rank order; `own` may lie in `full`."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy `tensor` from position `src` of the axis to all."""
+        """Copy `tensor` from position `src` of the axis to all ranks."""
 
     def exchange(self, item: Any) -> list[Any]:
         """Return every rank's picklable `item`, in rank order."""
 
 
 class PeerAxis(AxisComm, Protocol):
-    """An axis whose ranks send each other parts of any size (not on XLA).
+    """An axis whose ranks can send each other parts of any size (not on XLA).
 
     Attributes:
         members: Global rank of each position.
@@ -172,12 +172,12 @@ class PeerAxis(AxisComm, Protocol):
     def all_reduce_flags(self, flags: Tensor) -> None:
         """Take the maximum of small integers, a host tensor, in place; the host waits.
 
-        For other hosts where the axis has an engine for them, so that nobody waits for a device.
+        It uses the host's engine if the axis has one, so that no rank waits for a device.
         """
 
 
 def first_of_all(item: Any, axes: Sequence[AxisComm]) -> Any:
-    """Return the first picklable item, of any rank over `axes`, that is not None; None: all are.
+    """Return the first picklable item of a rank over `axes` that is not None; None: all are.
 
     Cost: an exchange per axis.
     """
@@ -190,14 +190,14 @@ class Handle(Protocol):
     """Work that has been started."""
 
     def wait(self) -> object:
-        """Return when work issued from now on sees the result.
+        """Return when work issued afterwards sees the result.
 
-        On CPU that is when the work is done; on CUDA the compute stream waits, not the host.
+        On CPU that is when the work is done. On CUDA the compute stream waits, not the host.
         """
 
 
 class CheckHandle(Handle, Protocol):
-    """Small numbers of all ranks on their way.
+    """Small numbers of all ranks that are in flight.
 
     Attributes:
         is_of_host: Whether the host waits for other hosts only, never for the device.
@@ -210,26 +210,26 @@ class ReduceHandle(Protocol):
     """A reduction that has been started.
 
     Attributes:
-        fence: Event after which the send buffers are free; None: after `wait_sent` only.
-        was_copied: Whether they are free already, since what is sent was copied.
+        fence: Event after which the send buffers are free; None: they are free after `wait_sent`.
+        was_copied: Whether they are free already, since their data was copied.
     """
 
     fence: Event | None
     was_copied: bool
 
     def wait_sent(self) -> None:
-        """Return when the send buffers are free, if that takes the host to wait."""
+        """Return when the send buffers are free, if the host must wait for that."""
 
     def wait(self) -> list[Tensor]:
-        """Return the results, one per reduction, for work issued from now on.
+        """Return the results, one per reduction, for work issued afterwards.
 
-        On CPU they are there; on CUDA the compute stream waits, not the host.
+        On CPU the results are complete. On CUDA the compute stream waits, not the host.
         """
 
 
 @dataclass(slots=True, eq=False)
 class Done:
-    """`Handle` and `ReduceHandle` of what was done where it was started, or is part of a graph."""
+    """`Handle` and `ReduceHandle` of work that was done at once, or that is part of a graph."""
 
     outs: Sequence[Tensor] = ()
     fence: Event | None = None
@@ -240,7 +240,7 @@ class Done:
         return list(self.outs)
 
     def wait_sent(self) -> None:
-        """Nothing is on a wire."""
+        """Return at once, since nothing is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class Gather:
         shard: 1-D, this rank's range in storage dtype; cast into `own` first. May be on the host
             while `full` is on the device.
         comm: The user's own all-gather (`AllGather`), or None.
-        is_on_host: `shard` is on the host, and the device has memory of its own.
+        is_on_host: Whether `shard` is on the host, and the device has memory of its own.
     """
 
     full: Tensor
@@ -270,28 +270,28 @@ class Reduction:
     Attributes:
         send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype. With `parts` it has
             no memory.
-        parts: Tensors of any shape that each rank is sent, end to end. Empty: they were copied into
-            `send`. Given where `Backend.takes_parts`; that clears them.
+        parts: Tensors of any shape that go to each rank, end to end. Empty: they were copied into
+            `send`. Only for backends with `Backend.takes_parts`, which clear the list.
         room: Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
         out_numel: Elements of this rank's range.
         out_dtype: Dtype of the result.
-        scale: Multiplies the sum.
-        before: Multiplies what is sent, so that only the rest of `scale` comes after the sum; None:
-            the backend chooses.
-        shard_axis: Reduce-scatter over it.
+        scale: Factor of the sum.
+        before: Factor of the data that is sent, so that only the rest of `scale` comes after the
+            sum; None: the backend chooses.
+        shard_axis: Axis of the reduce-scatter.
         replicate_axis: Axis of an all-reduce that follows; None: there is none.
         carry: Partial sum over the shard axis of earlier backwards: 1-D, `out_numel`, fp32 or
             wider. It is added before the all-reduce, in its dtype, and may be written. None: there
             is none.
-        is_to_host: The result is wanted on the host, and the device has memory of its own.
-        is_pinned: Whether that is to be page-locked memory.
+        is_to_host: Whether the result goes to the host, and the device has memory of its own.
+        is_pinned: Whether the result goes to page-locked memory.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
-        all_reduce: The user's own all-reduce (`AllReduce`) over the replicate axis, of a tensor and
-            what the sum is still to be multiplied with; or None.
+        all_reduce: The user's own all-reduce (`AllReduce`) over the replicate axis, as a function
+            of a tensor and of the factor that the sum still needs; or None.
         hook: Function of the reduced and scaled result, which it may change; or None.
         hook_stream: Stream on which an accelerator runs the hook; None: after the reduction.
         bucket_id: Number of the bucket where it is traced, equal in every step.
-        force_sum: The engine may only sum, and not divide.
+        force_sum: Whether the engine may only sum, and not divide.
     """
 
     send: Tensor
@@ -314,22 +314,22 @@ class Reduction:
     parts: Sequence[list[Tensor]] = ()
 
     def rows(self) -> Sequence[Sequence[Tensor]]:
-        """Return for each rank what is sent there, in parts."""
+        """Return for each rank the parts that are sent to it."""
         return self.parts or [[row] for row in self.send.view(self.shard_axis.size, -1)]
 
     def whole(self) -> Tensor:
-        """Return what is sent as one tensor: `send`, or a copy of `parts`."""
+        """Return the data that is sent as one tensor: `send`, or a copy of `parts`."""
         return end_to_end([self]) if self.parts else self.send
 
 
 def end_to_end(reductions: Sequence[Reduction], out: Tensor | None = None) -> Tensor:
-    """Return, 1-D and copied, rank by rank what each of several reductions sends there.
+    """Return a 1-D copy of the data of several reductions, ordered by receiving rank.
 
-    In memory of its own, or in `out`.
+    The copy is in new memory, or in `out`.
     """
     by_rank = zip(*[reduction.rows() for reduction in reductions], strict=True)
     parts = [part for rows in by_rank for row in rows for part in row]
-    # Users may choose another dtype for gradients than for their parameter.
+    # Users may choose another dtype for a gradient than for its parameter.
     if out is not None:
         torch.cat([part.reshape(-1) for part in parts], out=out)
         return out
@@ -340,36 +340,36 @@ def end_to_end(reductions: Sequence[Reduction], out: Tensor | None = None) -> Te
 class CommStreams(ABC):
     """The streams that all groups of one root share: one per kind of collective.
 
-    Methods with a body here are those of a backend without streams: the host runs everything in
-    order, in ordinary memory.
+    Methods with a body here fit a backend without streams: the host runs everything in order, in
+    ordinary memory.
 
     Attributes:
-        region: Region where ranks' forwards and backwards are traced; None: they are run.
+        region: Region in which ranks' forwards and backwards are traced; None: they run at once.
     """
 
     region: Region | None = None
 
     def note_step(self) -> None:
-        """A root forward begins: ranks that wait tell each other their steps."""
+        """Note that a root's forward begins: waiting ranks exchange the numbers of their steps."""
 
     def note_error(self, error: BaseException) -> None:
-        """An exception left a forward: this rank may part from the others now."""
+        """Note that an exception left a forward: this rank may now diverge from the others."""
 
     def allocate_from(self, axes: Sequence[AxisComm]) -> None:
         """Take the memory of buffers from an engine of one of `axes`, if one offers any.
 
-        Without axes: ordinary memory, from now on.
+        Without axes the memory is ordinary from now on.
         """
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
-        """Reduce over `axis` on a communicator of its own, or not. Collective."""
+        """Reduce over `axis` on a separate communicator, or not. Collective."""
 
     def new_storage(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory for a buffer."""
         return torch.UntypedStorage(nbytes)
 
     def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Put other memory behind a buffer's storage, or none."""
+        """Give a buffer's storage other memory, or none."""
         storage.resize_(nbytes)
 
     def after_optimizer(self, event: Event) -> None:
@@ -379,26 +379,26 @@ class CommStreams(ABC):
         """Let gathers issued from now on see all that compute has written so far."""
 
     def fence(self) -> Event | None:
-        """Return a mark of all compute issued so far; None where the host is in step with it."""
+        """Return a mark of all compute issued so far; None if the host is in step with it."""
 
     def fork(self) -> None:
-        """Let the work of all streams come after compute: a capture of it begins."""
+        """Let the work of all streams come after compute, at the beginning of a capture."""
 
     def end_fork(self) -> None:
-        """Know that the capture has ended, or was given up."""
+        """Note that the capture has ended, or was given up."""
 
     def join(self) -> None:
-        """Let the compute stream wait for all that was started on others."""
+        """Let the compute stream wait for all work started on other streams."""
 
     def settle_host_reads(self, *, compute: bool) -> None:
-        """Return when the host may write offloaded shards: what was issued has read them.
+        """Return when the host may write offloaded shards: all issued reads are done.
 
         Args:
-            compute: The compute stream reads some of them as well.
+            compute: Whether the compute stream reads some of the shards as well.
         """
 
     def wait_fence(self, fence: Event | None) -> None:
-        """Let the compute stream wait for a fence; None is nothing to wait for."""
+        """Let the compute stream wait for a fence; None: there is nothing to wait for."""
 
     @abstractmethod
     def start_gather(
@@ -409,8 +409,8 @@ class CommStreams(ABC):
         Cost: one all-gather per bucket.
 
         Args:
-            gathers: `Gather`; where operators are traced `TracedGather`.
-            axis: Gather over it.
+            gathers: `Gather` objects; `TracedGather` objects if operators are traced.
+            axis: Axis to gather over.
             after: Fences.
             of: Names of the groups.
         """
@@ -425,21 +425,21 @@ class CommStreams(ABC):
     def start_all_reduce_max(
         self, tensor: Tensor, axes: Sequence[AxisComm], of: str
     ) -> CheckHandle:
-        """MAX all-reduce of a small host tensor over every axis, one after another.
+        """Start a MAX all-reduce of a small host tensor over every axis, one after another.
 
-        Not where operators are traced: a graph is the same on all ranks.
+        Backends that trace operators do not need it: a graph is the same on all ranks.
         """
         raise NotImplementedError(tensor, axes, of)
 
 
 class MeshBackend(ABC):
-    """What communicates along the axes of a mesh.
+    """Object that communicates along the axes of a mesh.
 
     Attributes:
         device: Device of the parameters.
-        is_traced: Operators are traced into a graph, which runs later; see `Region`.
-        is_spmd: One process traces the program of all ranks, and has all their pieces.
-        is_dry: Tensors are all on meta, without values: nothing is computed.
+        is_traced: Whether operators are traced into a graph, which runs later; see `Region`.
+        is_spmd: Whether one process traces the program of all ranks, and has all their pieces.
+        is_dry: Whether all tensors are on meta, without values: nothing is computed.
     """
 
     device: torch.device
@@ -449,7 +449,7 @@ class MeshBackend(ABC):
 
     @property
     def is_current(self) -> bool:
-        """Whether it can communicate: its process groups have not been destroyed."""
+        """Whether this backend can communicate: its process groups have not been destroyed."""
         return True
 
     @abstractmethod
@@ -463,7 +463,7 @@ class MeshBackend(ABC):
     def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
         """Return the communicator of all axes as one, whose ranks are given. Collective.
 
-        Always the same object.
+        Each call returns the same object.
 
         Raises:
             NotImplementedError: Operators are traced.
@@ -479,14 +479,16 @@ class Backend(MeshBackend):
     """A `MeshBackend` over whose mesh modules can be sharded.
 
     Attributes:
-        is_host_synchronous: The host is in step with the device.
-        has_own_memory: The device's memory is not the host's: shards may be offloaded.
-        copies_gradients_together: A kernel costs more than memory. A layer's gradients are held
-            until all have come, and then copied by one kernel.
+        is_host_synchronous: Whether the host is in step with the device.
+        has_own_memory: Whether the device's memory is not the host's, so that shards may be
+            offloaded.
+        copies_gradients_together: Whether a kernel costs more than memory. Then a layer's gradients
+            are held until all have come, and one kernel copies them.
         gradient_weight: Multiplier that turns gradients of the global-mean loss into gradients of
             this rank's local-mean loss.
-        batches_small_groups: Small groups had better travel together.
-        takes_parts: Gradients of small groups are sent from where they are: `Reduction.parts`.
+        batches_small_groups: Whether it is better that small groups travel together.
+        takes_parts: Whether gradients of small groups are sent from where they are, as
+            `Reduction.parts`.
     """
 
     is_host_synchronous: bool = True
@@ -509,7 +511,7 @@ class Backend(MeshBackend):
         """Return the communicator of `size` neighbours on one mesh axis. Collective over it."""
 
     def with_axes(self, axes: Sequence[AxisComm]) -> Backend:
-        """Return the backend of a mesh of these devices whose axes have these communicators.
+        """Return the backend of a mesh of the same devices, with these communicators as axes.
 
         Raises:
             NotImplementedError: Operators are traced.
@@ -520,7 +522,7 @@ class Backend(MeshBackend):
         """Return a graph that can capture steps which communicate over `axes`.
 
         Raises:
-            StateError: The device has no graphs, or an axis cannot be captured.
+            StateError: The device has no graphs, or collectives of an axis cannot be captured.
         """
         del axes
         msg = (
@@ -537,5 +539,5 @@ class Backend(MeshBackend):
 
         Args:
             axes: All axes in use.
-            share: Streams of another root that are to be used.
+            share: Streams of another root to use instead.
         """

@@ -1,7 +1,7 @@
-"""An accelerator as its backend sees it: streams, events, memory. Nothing else asks torch for them.
+"""Streams, events and memory of an accelerator; only this module asks torch for them.
 
-Every accelerator that torch knows offers these under the same names, so one class serves all of
-them. Tests put a simulated device in its place, which needs no card (`tests/streams`).
+Every accelerator that torch knows offers them under the same names, so one class serves all
+accelerators. Tests replace it by a simulated device, which needs no card (`tests/streams`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point on a stream, as torch's modules of devices record it. A fence is one, or None."""
+    """A point on a stream, as torch's device modules record it. A fence is an event or None."""
 
     def query(self) -> bool:
-        """Whether all work before it is done."""
+        """Whether all work before the event is done."""
 
     def synchronize(self) -> None:
-        """Block the host until then."""
+        """Block the host until all work before the event is done."""
 
 
 class Stream(Protocol):
-    """A queue of work on a device, as torch's modules of devices make it."""
+    """A queue of work on a device, as torch's device modules make it."""
 
     def record_event(self) -> Event:
         """Return an event that comes after all work issued so far."""
@@ -50,14 +50,14 @@ class Stream(Protocol):
 
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "current_device", "set_device")
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "xla", "npu", "mtia", "hpu", "musa", "mlu")
-"""For hints only: packages add others."""
+"""Names for hints in errors only: packages add other types."""
 
 
 class AcceleratorDevice:
     """The device of this process.
 
-    Streams and events are those of the device's module (``torch.cuda.Stream``, ...), as users'
-    own are.
+    Streams and events have the classes of the device's module (``torch.cuda.Stream``, ...), like
+    those of users.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,8 +80,8 @@ class AcceleratorDevice:
         return stream
 
     def current_stream(self) -> Stream:
-        """Return the stream on which operators run now: that of compute, as a rule."""
-        # Torch looks up what is no number.
+        """Return the stream on which operators run now, which is usually that of compute."""
+        # The index is a number; torch would have to look up a device object.
         stream: Stream = self._module.current_stream(self.device.index)
         return stream
 
@@ -103,9 +103,9 @@ class AcceleratorDevice:
         event.synchronize()
 
     def has_passed(self, event: Event) -> bool | None:
-        """Whether an event has passed; None: a graph is being captured, so nobody may ask.
+        """Whether an event has passed; None: a graph is being captured, which forbids the query.
 
-        For threads beside the user's: one that has chosen no device would wake device 0.
+        It is for threads beside the user's: a thread that has chosen no device would wake device 0.
         """
         with torch_devices.unless_capturing() as may_ask:
             if not may_ask:
@@ -119,7 +119,7 @@ class AcceleratorDevice:
         """Return an empty graph of torch.
 
         Raises:
-            StateError: Torch has none for this device.
+            StateError: Torch has no graphs for this device.
         """
         if not hasattr(self._module, "CUDAGraph"):
             name = self.device.type
@@ -131,18 +131,18 @@ class AcceleratorDevice:
         return self._module.CUDAGraph()
 
     def new_compute_stream(self) -> Stream:
-        """Return a stream for what users run; the default one cannot be captured."""
+        """Return a stream for the user's work; the default stream cannot be captured."""
         stream: Stream = self._module.Stream(self.device)
         return stream
 
     @contextlib.contextmanager
     def capturing(self, graph: Any, stream: Stream) -> Iterator[None]:
-        """Capture what is issued on `stream`, and on streams that wait for it."""
+        """Capture the work issued on `stream`, and on streams that wait for it."""
         with torch_devices.unless_capturing() as is_free:  # From now on captures are counted.
             if not is_free:
                 msg = "a step cannot be captured while another CUDA graph is: end that first."
                 raise StateError(msg)
-        # Other threads, as the collective library's, may ask the device about earlier work.
+        # Other threads, such as the collective library's, may ask the device about earlier work.
         mode, pool = "thread_local", self._module.graph_pool_handle()
         try:
             with self._module.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
@@ -152,7 +152,7 @@ class AcceleratorDevice:
             raise
 
     def is_capturing(self) -> bool:
-        """Whether what is issued on the current stream is captured."""
+        """Whether work issued on the current stream is captured."""
         ask = getattr(self._module, "is_current_stream_capturing", None)
         return ask is not None and ask()
 
@@ -171,22 +171,22 @@ class AcceleratorDevice:
         return torch.UntypedStorage(nbytes, device=self.device)
 
     def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Put other memory behind a storage, or none; the old is the current stream's at once."""
+        """Give a storage other memory, or none; the current stream may reuse the old at once."""
         storage.resize_(nbytes)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a small host tensor on the device, others as they are. Blocks the host."""
+        """Return a small host tensor on the device, other tensors as they are. Blocks the host."""
         return tensor.to(self.device)
 
 
 def use_own_device(device_type: str, local_rank: str | None = None) -> None:
-    """Make the device with a rank's number on its host the current one, as launchers mean it.
+    """Make the device with the rank's number on its host current, as launchers intend.
 
-    Where the rank sees fewer devices, its launcher shows it its own only, which stays. So does the
-    current one where nobody says the number.
+    If the rank sees fewer devices, the launcher shows it only its own device, and the current
+    device stays. It also stays if the number is not known.
 
     Args:
-        device_type: Type of the device; the host and XLA have none to choose.
+        device_type: Type of the device; the host and XLA have no device to choose.
         local_rank: The number; None: LOCAL_RANK of the environment.
     """
     number = os.environ.get("LOCAL_RANK", "") if local_rank is None else local_rank
@@ -198,7 +198,7 @@ def use_own_device(device_type: str, local_rank: str | None = None) -> None:
 
 
 def accelerator_type() -> str | None:
-    """Return the device type of this machine's accelerator; None: it has none with streams."""
+    """Return the type of this machine's accelerator; None: it has none with streams."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()
@@ -219,7 +219,7 @@ def device_module(device_type: str) -> Any:
     try:
         module = torch.get_device_module(device_type)
     except RuntimeError:
-        # What people call an accelerator is not spelled like any.
+        # Common names of accelerators are not similar to any device type.
         found = accelerator_type() or "cuda" if device_type in {"gpu", "accelerator"} else None
         near = nearest(device_type, _DEVICE_TYPES) if found is None else f"Write {found!r}."
         msg = (

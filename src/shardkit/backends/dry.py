@@ -1,8 +1,8 @@
 """Ranks that compute nothing: one process is any rank of a world of any size, on meta tensors.
 
-The backends are the real ones. torch's fake process group stands behind them, so every collective
-is issued as on that many ranks, and returns at once. What differs is the device: its streams do
-nothing, and memory is a storage on meta, which has a size and no bytes.
+The backends are the real ones. They use torch's fake process group, so every collective is issued
+as on that many ranks, and returns at once. Only the device differs: its streams do nothing, and
+memory is a storage on meta, which has a size but no bytes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 _META = torch.device("meta")
 _HOST_MARK = "shardkit_is_on_host"
 _host_makers: list[None] = []
-"""Not empty while memory of the host is made."""
+"""List that is not empty while memory of the host is made."""
 
 
 class _NoStream:
     """`Stream` and `Event` of a device on which nothing runs."""
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """Whether all work is done: it is."""
         return True
 
     def synchronize(self) -> None:
@@ -64,11 +64,11 @@ class DryDevice(AcceleratorDevice):
         self._stream = _NoStream()
 
     def new_stream(self) -> Stream:
-        """Return the one there is."""
+        """Return the only stream."""
         return self._stream
 
     def current_stream(self) -> Stream:
-        """Return the one there is."""
+        """Return the only stream."""
         return self._stream
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -77,7 +77,7 @@ class DryDevice(AcceleratorDevice):
         return contextlib.nullcontext()
 
     def is_capturing(self) -> bool:
-        """Whether what is issued is captured: it is not."""
+        """Whether issued work is captured: it is not."""
         return False
 
     def has_passed(self, event: Event) -> bool:
@@ -86,7 +86,7 @@ class DryDevice(AcceleratorDevice):
         return True
 
     def empty_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """Return memory of the host, 1-D, which is on meta as well, and known by `is_on_host`."""
+        """Return 1-D memory of the host, which is on meta as well; `is_on_host` recognizes it."""
         del pinned
         _host_makers.append(None)
         try:
@@ -102,12 +102,12 @@ class DryDevice(AcceleratorDevice):
 
 
 def is_on_host(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage on meta stands for memory of the host, also while it is being made."""
+    """Whether a storage on meta replaces memory of the host, also while it is being made."""
     return bool(_host_makers) or hasattr(storage, _HOST_MARK)
 
 
 class DryGlooAxis(GlooAxis):
-    """An axis whose second process group has the engine of the first."""
+    """An axis whose second process group has the same engine as the first."""
 
     def make_reduce_group(self) -> None:
         """Make the group, once."""
@@ -149,11 +149,11 @@ class DryAcceleratorBackend(AcceleratorBackend):
 
 
 _classes: list[type[ProcessGroupBackend]] = []
-"""What plays the ranks of now; empty: none are played."""
+"""Backend of the dry world that is open now; empty: there is none."""
 
 
 def size_of_group(given: Any) -> int:
-    """Return the number of ranks of a process group, as operators of collectives get it."""
+    """Return the number of ranks of a process group, given as operators of collectives get it."""
     group = (
         torch_groups.group_named(given)
         if isinstance(given, str)
@@ -163,7 +163,7 @@ def size_of_group(given: Any) -> int:
 
 
 def played_backend() -> type[ProcessGroupBackend] | None:
-    """Return the backend of all meshes while a world is played; None: none is."""
+    """Return the backend of all meshes in a dry world; None: no dry world is open."""
     return _classes[-1] if _classes else None
 
 
@@ -173,8 +173,8 @@ def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
 
     Args:
         size: Number of ranks.
-        rank: Number of this one.
-        has_streams: Whether ranks have accelerators; else they are gloo's on CPUs.
+        rank: Number of this rank.
+        has_streams: Whether ranks have accelerators; else they are gloo ranks on CPUs.
 
     Raises:
         StateError: This process is a rank already.
@@ -185,7 +185,7 @@ def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
             "init_process_group and init_device_mesh, or in a process that no launcher started."
         )
         raise StateError(msg)
-    excepthook = sys.excepthook  # Torch puts the number of the rank before tracebacks.
+    excepthook = sys.excepthook  # Torch's hook prints the rank before tracebacks.
     torch_groups.init_fake_process_group(rank, size)
     _classes.append(DryAcceleratorBackend if has_streams else DryGlooBackend)
     try:
@@ -198,10 +198,10 @@ def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
 
 
 def init_dry_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Return a mesh over all ranks of the world that is played.
+    """Return a mesh over all ranks of the dry world.
 
     Cost: a process group of torch for each line of ranks along each axis.
     """
-    # DTensors ask torch's mesh how many devices a host has, which torch knows of the CPU.
+    # DTensors ask torch's mesh for the number of devices of a host, which torch knows for the CPU.
     mesh = torch_mesh.init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
     return from_torch_mesh(mesh, _classes[-1])

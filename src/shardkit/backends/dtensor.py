@@ -1,12 +1,12 @@
 """Parameters that are DTensors: split over axes of another mesh before they are sharded here.
 
-``parallelize_module`` leaves parameters that are DTensors on a ``tp`` mesh. A DTensor's local
-tensor is what `fully_shard` cuts flat over its own mesh; between a gather and the freeing modules
-see a DTensor over the unsharded memory, with the placements that it had. `TensorParallel` knows all
-of this; other modules ask it for the local part and the whole.
+``parallelize_module`` makes parameters DTensors on a ``tp`` mesh. `fully_shard` cuts the local
+tensor of a DTensor flat over its own mesh. While a group is gathered, modules see a DTensor over
+the unsharded memory, with its former placements. `TensorParallel` handles all of this; other
+modules ask it for the local part and the whole.
 
-Imported when the first such parameter is found (`shardkit.backends.tensor_parallel_of`):
-``torch.distributed.tensor`` takes long to import.
+This module is imported when the first such parameter is found
+(`shardkit.backends.tensor_parallel_of`), because ``torch.distributed.tensor`` takes long to import.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One dimension cut over one axis, as ``torch.chunk`` does: the last chunks may be short."""
+    """One dim cut over one axis, as ``torch.chunk`` does: the last chunks may be short."""
 
     axis: PeerAxis
     dim: int
-    size: int  # Number of the dimension's elements before the cut.
+    size: int  # Size of the dim before the cut.
 
     @property
     def chunk(self) -> int:
-        """Elements of every chunk but the last ones."""
+        """Number of elements of every chunk except the last ones."""
         return -(-self.size // self.axis.size)
 
     @property
     def owned_range(self) -> tuple[int, int]:
-        """This rank's [start, stop) of the dimension; maybe empty."""
+        """This rank's [start, stop) of the dim; maybe empty."""
         start = min(self.axis.rank * self.chunk, self.size)
         return start, min(start + self.chunk, self.size)
 
@@ -55,7 +55,7 @@ class Split:
         return tensor.narrow(self.dim, start, stop - start)
 
     def gather(self, chunk: Tensor) -> Tensor:
-        """Return what was cut. Cost: one all-gather of the result's bytes, padded."""
+        """Return the tensor that was cut. Cost: one all-gather of the result's bytes, padded."""
         if self.axis.size == 1:
             return chunk
         first = chunk.movedim(self.dim, 0)
@@ -75,7 +75,7 @@ class TensorParallel:
     mesh: DeviceMesh  # The DTensor's mesh.
     placements: tuple[Any, ...]  # The DTensor's, one per axis of `mesh`.
     torch_mesh: TorchDeviceMesh = field(compare=False, repr=False)  # As torch's object.
-    # The cuts, in the order in which they are made; none where it is replicated.
+    # The cuts, in the order in which they are made; none over axes of replicas.
     splits: tuple[Split, ...] = field(compare=False, repr=False)
     # The DTensor's placements on all axes of `torch_mesh`. `mesh` and `placements` lack those that
     # `outside` has taken away: `data_dims`, along which ranks compute with data of their own.
@@ -84,10 +84,10 @@ class TensorParallel:
 
     @classmethod
     def of(cls, param: DTensor, mesh: DeviceMesh) -> TensorParallel:
-        """Read a DTensor; `mesh` is its mesh, as ours.
+        """Read a DTensor; `mesh` is its mesh as one of shardkit's.
 
         Raises:
-            MeshError: This rank is not in it, or the DTensor has no mesh of torch.
+            MeshError: This rank is not in the mesh, or the DTensor has no mesh of torch.
         """
         if isinstance(param.device_mesh, DeviceMesh):
             msg = (
@@ -124,14 +124,14 @@ class TensorParallel:
     def outside(self, mesh: DeviceMesh) -> TensorParallel:
         """Return the same without the axes of the DTensor's mesh that lie in `mesh`.
 
-        The parameter is replicated over these, and sharded here (``dp_mesh_dims``).
+        The DTensor is replicated over these axes, and shardkit shards over them (``dp_mesh_dims``).
         """
         mesh_names = mesh.mesh_dim_names or ()
         names = self.mesh.mesh_dim_names or [None] * self.mesh.ndim
         taken = [
             i
             for i, (axis, name) in enumerate(zip(self.mesh_axes, names, strict=True))
-            # One of one rank is told by its name: the joint mesh would have it twice.
+            # Axes of one rank are compared by name: the joint mesh would have them twice.
             if (set(axis.members) <= {*mesh.ranks} if axis.size > 1 else name in mesh_names)
         ]
         if not taken:
@@ -153,7 +153,7 @@ class TensorParallel:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the local part begins in the whole, per dimension."""
+        """Position in the whole where the local part begins, per dim."""
         offsets = [0] * len(self.shape)
         for split in self.splits:
             offsets[split.dim] += split.owned_range[0]
@@ -161,7 +161,7 @@ class TensorParallel:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part: what is cut flat and gathered."""
+        """Shape of this rank's part, which is cut flat and gathered."""
         sizes = list(self.shape)
         for split in self.splits:
             start, stop = split.owned_range
@@ -169,12 +169,12 @@ class TensorParallel:
         return tuple(sizes)
 
     def check(self, name: str, param: Any, mesh: DeviceMesh) -> None:
-        """Refuse what cannot be sharded over `mesh`.
+        """Refuse a parameter that cannot be sharded over `mesh`.
 
         Raises:
             MeshError: The two meshes share an axis.
-            WrapError: A placement that is neither a chunk nor a replica, or a local tensor of
-                another shape than the placements give.
+            WrapError: A placement is neither a chunk nor a replica, or the local tensor's shape
+                does not follow from the placements.
         """
         shared = sorted(set(mesh.ranks) & set(self.mesh.ranks) - {mesh.rank})
         if shared:
@@ -215,7 +215,7 @@ class TensorParallel:
         return whole
 
     def part_indices(self, places: Tensor) -> Tensor:
-        """Return where elements of the flattened whole lie in the flattened part; else -1."""
+        """Return where elements of the flattened whole are in the flattened part; -1: nowhere."""
         result, is_here = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
         local_shape, offsets = self.local_shape, self.offsets
         for dim, size in enumerate(self.shape):
@@ -225,7 +225,7 @@ class TensorParallel:
         return torch.where(is_here, result, -1)
 
     def to_whole(self, part: Tensor) -> Tensor:
-        """Return the whole of which `part` is this rank's. Cost: one all-gather per split."""
+        """Return the whole of which this rank has `part`. Cost: one all-gather per split."""
         for split in reversed(self.splits):
             part = split.gather(part)
         return part
@@ -245,10 +245,10 @@ class TensorParallel:
 
     @torch.no_grad()
     def part_of_gradient(self, grad: Tensor) -> Tensor:
-        """Return this rank's part of what autograd left in ``.grad`` of the DTensor.
+        """Return this rank's part of the gradient that autograd left in the DTensor's ``.grad``.
 
-        Cost: none where it has the parameter's placements; else what DTensor takes, e.g. an
-        all-reduce where every rank has the gradient of its part of the sequence. Sums over
+        Cost: none if the gradient has the parameter's placements; else the collectives of DTensor,
+        e.g. an all-reduce if every rank has the gradient of its part of the sequence. Sums over
         data-parallel axes are left to the reduction.
         """
         if self.data_dims and isinstance(grad, DTensor) and grad.device_mesh == self.torch_mesh:
@@ -262,7 +262,7 @@ class TensorParallel:
 
     @staticmethod
     def retire(param: Any, name: str) -> None:
-        """Let any use of a DTensor that was replaced raise, and drop its memory."""
+        """Drop the memory of a DTensor that was replaced, and let any use of it raise."""
         torch_groups.set_local_tensor(param, torch.empty(0))
         param.__dict__["fqn"] = name
         param.__class__ = ReplacedDTensor
@@ -288,8 +288,8 @@ class TensorParallel:
 def distributed_by_dim_0(param: nn.Parameter, mesh: TorchDeviceMesh) -> nn.Parameter:
     """Return a parameter whose dim 0 is cut over a 1-D mesh of torch.
 
-    Each rank takes its part of the values that it has, and of the gradient; nothing is sent. What a
-    user has noted on the parameter goes along, and so do hooks that run after its gradient was set.
+    Each rank takes its part of its own values and gradient; nothing is sent. The new parameter
+    keeps attributes that users have set, and hooks that run after its gradient was set.
     """
     part = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
     result = nn.Parameter(part, requires_grad=param.requires_grad)
@@ -304,8 +304,8 @@ def distributed_by_dim_0(param: nn.Parameter, mesh: TorchDeviceMesh) -> nn.Param
 def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple[int, ...]:
     """Return the ranks of the joint mesh: this rank, shifted along `outer` and along `inner`.
 
-    Shifts are taken in the mesh that `torch_mesh` is a part of. Where that does not hold all ranks,
-    a shift is a difference of ranks.
+    Shifts are taken in the mesh that `torch_mesh` is a part of. If that mesh does not hold all
+    ranks, a shift is a difference of ranks.
     """
     root = torch_groups.root_mesh(torch_mesh).mesh
     at = {rank: place for place, rank in enumerate(root.flatten().tolist())}
@@ -317,10 +317,11 @@ def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple
 
 
 class ReplacedDTensor(DTensor):
-    """Class of a DTensor parameter in whose place `fully_shard` put another object.
+    """Class of a DTensor parameter that `fully_shard` has replaced by another object.
 
-    Objects of DTensor's class cannot be turned into others in place. Who still holds the old one,
-    e.g. an optimizer made before, would train nothing and say nothing: so any use raises.
+    An object of DTensor's class cannot be changed into a sharded tensor in place. Code that still
+    holds the old object, e.g. an optimizer made before, would silently train nothing. So any use
+    raises.
     """
 
     __slots__ = ()
@@ -333,7 +334,7 @@ class ReplacedDTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse everything."""
+        """Refuse all operators."""
         del func, types, kwargs
         name = next((a.__dict__["fqn"] for a in args if isinstance(a, cls)), "?")
         msg = (

@@ -1,12 +1,13 @@
 """CPU ranks over gloo: the host waits, nothing has a stream order.
 
 gloo's own collectives cost more than the bytes they move: `reduce_scatter_tensor` is a whole
-all-reduce, and `all_gather_into_tensor` gathers into a temporary and copies that out. An exchange
-by `all_to_all_single` with the addition done here, and broadcasts in place, move the same bytes
-from and to where they belong. (Sends and receives would too, but take 3.5 ms each for 100 kB.)
+all-reduce, and `all_gather_into_tensor` gathers into a temporary and copies that out. This backend
+uses an exchange by `all_to_all_single`, adds the pieces itself, and broadcasts in place. So the
+same bytes move directly to where they belong. (Sends and receives would do this, too, but take
+3.5 ms each for 100 kB.)
 
-Only what is issued with ``async_op=True`` overlaps. Collectives of one process group must come in
-one order on all ranks; reductions have a group of their own, because where ranks use different
+Only collectives issued with ``async_op=True`` overlap. Collectives of one process group must come
+in one order on all ranks. Reductions have a separate group, because on ranks that use different
 modules they come at different points between the gathers.
 """
 
@@ -52,17 +53,17 @@ if TYPE_CHECKING:
 
 
 _SHARED_NBYTES = 2 << 20
-"""More than this at once goes past the memory that ranks share, which stays as large as it gets."""
+"""Larger transfers bypass the memory that ranks share, because that memory never shrinks."""
 
 
 class GlooAxis(ProcessGroupAxis):
-    """An axis with a second process group for reductions, and with memory that its ranks share."""
+    """An axis with a second process group for reductions, and memory that its ranks share."""
 
     reduce_group: dist.ProcessGroup | None = None
     shared: SharedMemory | None = None
 
     def make_reduce_group(self) -> None:
-        """Make the group, once; call it on all ranks of the axis."""
+        """Make the group once; call this on all ranks of the axis."""
         if self.reduce_group is None and self.size > 1:
             self.reduce_group = sub_group(self.group, [range(self.size)], "gloo")
             self.shared = connect(self.reduce_group)
@@ -71,7 +72,7 @@ class GlooAxis(ProcessGroupAxis):
                     channel_of(group).at_end.append(self.shared.close)
 
     def shares(self, nbytes: int) -> bool:
-        """Whether so many bytes of all ranks go through memory that they share."""
+        """Whether transfers with this many bytes of all ranks go through shared memory."""
         return self.shared is not None and 0 < nbytes <= _SHARED_NBYTES
 
     def start_all_to_all(self, job: AllToAll) -> WorkHandle:
@@ -85,19 +86,20 @@ class GlooAxis(ProcessGroupAxis):
 
 _MAX_STAGED_NBYTES = 2 << 20
 _GATHERS, _REDUCTIONS = range(2)
-"""Each in an order of its own: they come in other orders where ranks use different modules."""
+"""Lanes, each with its own order, since ranks that use different modules order them differently."""
 
 
 class ExchangeHandle:
-    """A reduce-scatter by exchange. Whoever waits computes the sum, in two steps.
+    """A reduce-scatter by exchange. The thread that waits computes the sum, in two steps.
 
     First the pieces are added where they were received. That frees the send buffer for the next
-    group; the result gets memory of its own only later. The all-reduce over the replicate axis
-    comes last: it needs the sum. Small reductions that are alike are copied together and go on as
-    one.
+    group; the result gets its own memory only later. The all-reduce over the replicate axis comes
+    last, since it needs the sum. Small reductions of the same kind are copied together and continue
+    as one.
 
     Attributes:
-        was_copied: Whether what is sent was copied, so that the send buffers are free.
+        was_copied: Whether the data was copied before it is sent, so that the send buffers are
+            free.
     """
 
     fence: Event | None = None
@@ -141,20 +143,20 @@ class ExchangeHandle:
 def sends_own(axis: AxisComm) -> bool:
     """Whether this rank's own piece takes part in the exchange.
 
-    What is sent must be contiguous, so only the first and the last rank can leave their own piece
-    out. With two ranks that halves the receive buffer.
+    The data to send must be contiguous, so only the first and the last rank can leave their own
+    piece out. With two ranks that halves the receive buffer.
     """
     return axis.rank not in (0, axis.size - 1)
 
 
 class Exchange:
-    """Sends every rank of an axis its range of a reduction.
+    """An exchange that sends every rank of an axis its range of a reduction.
 
-    Where the user gave a reduce-scatter, that makes the sum: there is one piece then.
+    If the user gave a reduce-scatter, that function computes the sum, and there is one piece.
     """
 
     def __init__(self, reduction: Reduction, of: str) -> None:
-        self._reduction: Any = reduction  # None once it is done, with its buffers.
+        self._reduction: Any = reduction  # None when it is done, which frees its buffers.
         self._total: Any = None
         self._received: Tensor | None = None
         self._custom: CustomCollective | None = None
@@ -173,13 +175,13 @@ class Exchange:
             self._work = _start_all_to_all(self._received, reduction.send, axis, of)
 
     def add(self) -> None:
-        """Block until all pieces have come, and add them; free when done."""
+        """Block until all pieces have come, and add them. A second call returns at once."""
         if self._total is not None or self._reduction is None:
             return
         if self._work is not None:
             self._work.wait()
         if self._custom is not None:
-            self._total = self._custom.received.clone()  # Whose buffer is about to be given away.
+            self._total = self._custom.received.clone()  # Its buffer is freed below.
         elif self._received is None:
             self._total = self._reduction.send.clone()
         else:
@@ -191,7 +193,7 @@ class Exchange:
         """Return this rank's range of every rank's gradients, in rank order."""
         send, axis = self._reduction.send, self._reduction.shard_axis
         rows = list(received.view(-1, self._reduction.out_numel))
-        if not sends_own(axis):  # It is in the send buffer.
+        if not sends_own(axis):  # The own piece is in the send buffer.
             rows.insert(axis.rank, send.view(axis.size, -1)[axis.rank])
         return rows
 
@@ -203,9 +205,9 @@ class Exchange:
 
 
 class SharedExchange:
-    """A reduce-scatter of small reductions that are alike, in memory that the ranks share.
+    """A reduce-scatter of small reductions of the same kind, in memory that the ranks share.
 
-    Each rank adds what others have for it to its own range, in its own block.
+    Each rank adds the other ranks' pieces to its own range, in its own block.
     """
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
@@ -228,7 +230,7 @@ class SharedExchange:
         self._shared = axis.shared.share(block, nbytes, _REDUCTIONS)
 
     def add(self) -> None:
-        """Block until all have shared theirs, and add them; free when done."""
+        """Block until all ranks have shared theirs, and add them. A second call returns at once."""
         if self._total is not None:
             return
         rank = self._reduction.shard_axis.rank
@@ -236,7 +238,7 @@ class SharedExchange:
         others = _others(self._shared, self._issued)
         pieces = [other.view(own.dtype).view_as(self._rows)[rank] for other in others]
         pieces.insert(rank, own)
-        # Not over what is added later.
+        # The sum must not overwrite a piece that is added later.
         self._total = _sum_of(pieces, own if rank in (0, 1) else torch.empty_like(own))
 
     def finish(self) -> Tensor:
@@ -249,17 +251,17 @@ class SharedExchange:
 
 
 def _is_shared(reductions: Sequence[Reduction]) -> bool:
-    """Whether reductions that are alike go through memory that the ranks share."""
+    """Whether reductions of the same kind go through memory that the ranks share."""
     first = reductions[0]
     assert isinstance(first.shard_axis, GlooAxis)
     nbytes = sum(reduction.send.nbytes for reduction in reductions)
-    # A user's all-reduce may keep what it gets.
+    # A user's all-reduce may keep the tensor that it gets.
     is_plain = first.comm is None and first.all_reduce is None
     return is_plain and first.shard_axis.shares(nbytes)
 
 
 def _others(shared: Shared, issued: Issued | None) -> list[Tensor]:
-    """Return what the other ranks have shared; a wait is watched."""
+    """Return the tensors that the other ranks have shared; a wait is watched."""
     if shared.is_there():
         return shared.wait()
     assert issued is not None, "there are ranks to wait for"
@@ -268,7 +270,7 @@ def _others(shared: Shared, issued: Issued | None) -> list[Tensor]:
 
 
 def _travelling_together(reductions: Sequence[Reduction]) -> list[list[int]]:
-    """Return the positions of reductions that go on as one, small ones that are alike."""
+    """Return the positions of reductions that travel as one: small ones of the same kind."""
     alike: dict[Any, list[int]] = {}
     for i, r in enumerate(reductions):
         is_plain = r.comm is None and r.all_reduce is None and r.hook is None and r.carry is None
@@ -286,7 +288,7 @@ def _joined(reductions: Sequence[Reduction]) -> Reduction:
     """Return one reduction, of a copy, for several or for one that is in parts."""
     axis = reductions[0].shard_axis
     send = end_to_end(reductions)
-    _clear_parts(reductions)  # Before there is memory for what others send.
+    _clear_parts(reductions)  # Free them before memory for received pieces is allocated.
     numel = send.numel() // axis.size
     num_rows = axis.size if sends_own(axis) else axis.size - 1
     room = functools.partial(send.new_empty, num_rows * numel)
@@ -300,12 +302,12 @@ def _clear_parts(reductions: Sequence[Reduction]) -> None:
 
 
 def is_small(nbytes: int, axis: AxisComm) -> bool:
-    """Whether copying through a staging buffer costs less than a collective more."""
+    """Whether copying through a staging buffer costs less than one more collective."""
     return axis.size > 1 and nbytes <= _MAX_STAGED_NBYTES
 
 
 def _start_all_to_all(receive: Tensor, send: Tensor, axis: GlooAxis, of: str) -> WorkHandle:
-    """Send each rank its range of `send`; a rank's own stays where it is if it can."""
+    """Send each rank its range of `send`; a rank's own range stays in place if possible."""
     assert axis.reduce_group is not None
     rows = send.view(axis.size, -1)
     issued = axis.issue("reduce-scatter", of, send.nbytes, axis.reduce_group)
@@ -320,19 +322,19 @@ def _start_all_to_all(receive: Tensor, send: Tensor, axis: GlooAxis, of: str) ->
 
 
 _ADDED = 1 << 16
-"""Elements of low precision that are added at once: their wide copies are in the cache."""
+"""Elements of low precision that are added at once, so that their wide copies fit in the cache."""
 
 
 def _sum_of(pieces: list[Tensor], received: Tensor) -> Tensor:
-    """Return the sum of the pieces, in rank order, so that replicas add to the same result.
+    """Return the sum of the pieces in rank order, so that replicas get the same result.
 
-    Low-precision pieces are added in fp32; others where they were received.
+    Low-precision pieces are added in fp32, others in the dtype and memory of the received ones.
     """
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
     if wide != pieces[0].dtype:
         total = pieces[0].to(wide)
         for piece in pieces[1:]:
-            # Torch makes a wide copy of what it adds, here of a part at a time.
+            # Torch makes a wide copy of each addend, here of one part at a time.
             for sums, part in zip(total.split(_ADDED), piece.split(_ADDED), strict=True):
                 sums.add_(part)
         return total
@@ -344,17 +346,17 @@ def _sum_of(pieces: list[Tensor], received: Tensor) -> Tensor:
 
 
 def _finish(reduction: Reduction, total: Tensor) -> Tensor:
-    """All-reduce over the replicate axis, scale."""
+    """All-reduce over the replicate axis, and scale."""
     before = 1.0 if reduction.before is None else reduction.before
     scale = reduction.scale / before
     if reduction.carry is not None:
-        # In its dtype: the sum of one piece is not widened.
+        # In the dtype of the carry: the sum of one piece is not widened.
         total = reduction.carry.mul_(before).add_(total)
     axis = reduction.replicate_axis
     if axis is not None and axis.size > 1 and reduction.all_reduce is not None:
         reduction.all_reduce(total, scale)
     elif axis is not None:
-        # What crosses the axis travels in the dtype that the user chose for the wire.
+        # Sums cross the axis in the dtype that the user chose for the wire.
         on_wire = total.to(reduction.send.dtype)
         axis.all_reduce(on_wire, "sum")
         total.copy_(on_wire)
@@ -371,11 +373,11 @@ def _finish(reduction: Reduction, total: Tensor) -> Tensor:
 # --- the backend ----------------------------------------------------------------------------------
 
 _MAX_BROADCASTS = 8
-"""An all-gather over more ranks than this is left to gloo: its ring beats one broadcast each."""
+"""Largest number of ranks for broadcasts; with more the ring of gloo's all-gather is faster."""
 
 
 def _start_all_gather(gather: Gather, axis: GlooAxis) -> list[dist.Work | None]:
-    """Start filling ``gather.full`` in place, without a temporary while ranks are few."""
+    """Start to fill ``gather.full`` in place, without a temporary if there are few ranks."""
     full, own, group = gather.full, gather.own, axis.group
     if axis.size == 1:
         return []
@@ -393,7 +395,7 @@ def _start_all_gather(gather: Gather, axis: GlooAxis) -> list[dist.Work | None]:
 
 
 class GatherHandle:
-    """Gathers in collectives of their own, or by the user's own functions."""
+    """Gathers with a collective each, or by the user's own functions."""
 
     def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, issued: Issued | None) -> None:
         self._customs: list[tuple[Gather, CustomCollective]] = []
@@ -408,7 +410,7 @@ class GatherHandle:
         self._handle = WorkHandle(works, issued)
 
     def wait(self) -> None:
-        """Block until they are done, and copy from the user's buffers; again is free."""
+        """Block until done; copy from the user's buffers. A second call returns at once."""
         self._handle.wait()
         for gather, custom in self._customs:
             gather.full.copy_(custom.received)
@@ -416,7 +418,7 @@ class GatherHandle:
 
 
 class SmallGathers:
-    """Small gathers that travel as one: in memory that the ranks share, or by a staging buffer."""
+    """Small gathers that travel as one, in memory that the ranks share or in a staging buffer."""
 
     def __init__(
         self,
@@ -443,7 +445,7 @@ class SmallGathers:
         self._handle = WorkHandle(_start_all_gather(whole, axis), issued)
 
     def wait(self) -> None:
-        """Block until it is done, and copy what others have to where it belongs; again is free."""
+        """Block until done; copy other ranks' pieces into place. A second call returns at once."""
         gathers, self._gathers = self._gathers, ()
         if not gathers:
             return
@@ -464,7 +466,7 @@ class SmallGathers:
 
 
 class HostStreams(WatchedStreams):
-    """gloo has no streams: order comes from waiting."""
+    """Streams of gloo, which has none: the host orders work by waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -474,7 +476,7 @@ class HostStreams(WatchedStreams):
         return torch.UntypedStorage(nbytes, device=self._device)
 
     def after_optimizer(self, event: Event) -> None:
-        """Wait for the event now: the host is what runs the gathers."""
+        """Wait for the event now, since the host runs the gathers."""
         event.synchronize()
 
     def start_gather(
@@ -492,11 +494,11 @@ class HostStreams(WatchedStreams):
         return GatherHandle(gathers, axis, issued)
 
     def start_reduce(self, reductions: Sequence[Reduction], of: str) -> ExchangeHandle:
-        """Exchange the pieces; waiting adds them."""
+        """Exchange the pieces; a wait adds them."""
         return ExchangeHandle(reductions, of)
 
     def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm], of: str) -> WorkHandle:
-        """Start over one axis; over several, one after another, waiting between."""
+        """Start over one axis; of several axes, wait for each before starting the next."""
         own = [axis for axis in axes if isinstance(axis, GlooAxis)]
         return start_host_max(tensor, [axis.reduce_group for axis in own], of)
 
@@ -511,7 +513,7 @@ class GlooBackend(ProcessGroupBackend):
         return GlooAxis(group)
 
     def receive_chunks(self, axis: AxisComm) -> int:
-        """Return the number of pieces that come in the exchange."""
+        """Return the number of pieces that the exchange receives."""
         if axis.size == 1:
             return 0
         return axis.size if sends_own(axis) else axis.size - 1

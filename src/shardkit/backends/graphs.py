@@ -1,4 +1,4 @@
-"""A graph of a device: a step that is captured once, and started as a whole from then on."""
+"""Graphs of a device: a step is captured once, and later started as a whole."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class StreamGraph:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Let compute run where it is captured later.
+        """Let compute run on the stream where it is captured later.
 
-        It comes after all compute issued so far, and before all that is issued later.
+        It runs after all compute issued so far, and before all compute issued later.
         """
         device, before = self._device, self._device.current_stream()
         device.wait(self._stream, device.record(before))
@@ -52,11 +52,11 @@ class StreamGraph:
                     raise
         except BaseException:
             if cause is not None:
-                raise cause from cause.__cause__  # Not what the end of a broken capture says.
+                raise cause from cause.__cause__  # Hide the error at the end of a broken capture.
             raise
 
     def replay(self, of: str) -> None:
-        """Run what was captured, in the order of the current stream; the host goes on.
+        """Run the captured work, in the order of the current stream; the host goes on.
 
         Args:
             of: Name of the step, by which ranks compare what they are about to do.

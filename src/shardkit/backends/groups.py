@@ -1,4 +1,4 @@
-"""Process groups of torch: the default one's start, how others are made, what is asked of them."""
+"""Process groups of torch: how the default group is started, how others are made and queried."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Value = TypeVar("Value")
 
 
 class OfWorld(Generic[Value]):
-    """Values by key, which are forgotten when the default process group is another one.
+    """Values by key, which are dropped when the default process group has changed.
 
-    Ranks that are threads have a default process group, and values, each.
+    Each rank that is a thread has its own default process group, and its own values.
     """
 
     def __init__(self) -> None:
         self._by_rank: dict[int, tuple[Any, dict[tuple[Any, ...], Value]]] = {}
 
     def now(self) -> dict[tuple[Any, ...], Value]:
-        """Return the values of the default process group of now, to read and to write."""
+        """Return the values of the current default process group, for reads and writes."""
         rank = threading.get_ident() if torch_groups.ranks_are_threads() else 0
         world, values = self._by_rank.get(rank, (None, {}))
         if world is not dist.group.WORLD:
@@ -52,7 +52,7 @@ _num_made: OfWorld[int] = OfWorld()
 
 
 def collective_timeout() -> timedelta | None:
-    """Return after which time torch ends collectives of a new process group; None: its own."""
+    """Return the time limit of collectives of a new process group; None: torch's default."""
     seconds = watch_settings.timeout_s
     return None if math.isinf(seconds) else timedelta(seconds=seconds)
 
@@ -60,8 +60,8 @@ def collective_timeout() -> timedelta | None:
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Make a process group. Only its own ranks have to call this.
 
-    They must make all groups of the same ranks in the same order. Other groups of a rank make no
-    difference.
+    They must make all groups of exactly these ranks in the same order. Other groups of a rank make
+    no difference.
     """
     with _named_group(ranks):
         group: dist.ProcessGroup = dist.new_group(
@@ -74,10 +74,10 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
 
 
 def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
-    """Give the next process group a name that all of its ranks give it."""
+    """Give the next process group a name that is the same on all of its ranks."""
     members, counts = tuple(ranks), _num_made.now()
     number = counts[members] = counts.get(members, 0) + 1
-    # Short, however many they are: each rank tells others the names of its groups.
+    # The name is short for any number of ranks, since ranks send each other the names of groups.
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
     return torch_groups.named_group(f"shardkit_{digest}_{number}")
 
@@ -85,18 +85,18 @@ def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
 def sub_group(
     parent: dist.ProcessGroup, splits: Sequence[Sequence[int]], backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group of some ranks of another. All ranks of `parent` must call this.
+    """Make a process group of some ranks of another group. All ranks of `parent` must call this.
 
     Args:
-        parent: The other one.
+        parent: The other group.
         splits: Positions in `parent`, without overlaps. A rank gets the group that it is in.
-        backend: The engine; None: as the parent's.
+        backend: The engine; None: that of `parent`.
     """
     mine = next(split for split in splits if parent.rank() in split)
     ranks = [dist.get_process_group_ranks(parent)[position] for position in mine]
     if backend is None and _must_be_split(parent):
-        # A new group would split the communicator of the whole world, for which torch needs all of
-        # its ranks to call.
+        # A new group would split the communicator of the whole world. Torch needs a call on all
+        # ranks of the world for that.
         with _named_group(ranks):
             all_splits = [list(split) for split in splits]
             made = dist.split_group(
@@ -108,7 +108,7 @@ def sub_group(
 
 
 def _must_be_split(parent: dist.ProcessGroup) -> bool:
-    """Whether groups must be split from others: the world is bound to devices, the engine can."""
+    """Whether groups must be split from others: the world is bound to devices, and engines can."""
     device = getattr(dist.group.WORLD, "bound_device_id", None)
     if device is None:
         return False
@@ -119,8 +119,8 @@ def _must_be_split(parent: dist.ProcessGroup) -> bool:
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a process group of these ranks: the default one if it has no others, else a new one.
 
-    All of them must call this. Where groups are split from the world, which needs all of its ranks,
-    those must call it, too, with ranks of their own.
+    All of these ranks must call this. If groups are split from the world, all ranks of the world
+    must call it, each with the ranks of its own group.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a mesh"
@@ -136,15 +136,16 @@ def exchange(item: Any, group: Any, of: str = "") -> list[Any]:
     """Return the picklable `item` of every rank of a process group, in rank order.
 
     Args:
-        item: This rank's.
-        group: Torch's; None is the default one, or this process alone if there is none.
-        of: Word for what it is for.
+        item: Item of this rank.
+        group: Process group of torch; None: the default one, or this process alone if there is
+            none.
+        of: Word for the purpose of the exchange.
 
-    Cost: two all-gathers: of the sizes, of the items.
+    Cost: two all-gathers, of the sizes and of the items.
     """
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     items: list[Any] = [item] * size
-    if size > 1 and dist.get_backend(group) != "fake":  # There one process stands for all.
+    if size > 1 and dist.get_backend(group) != "fake":  # In a fake group one process is all ranks.
         with channel_of(group).run("exchange", of, 0):
             dist.all_gather_object(items, item, group=group)
     return items
@@ -168,21 +169,21 @@ _NOT_REACHED = (
 
 
 _ENGINES = dist.Backend.default_device_backend_map
-"""Which device type has which engine; packages for other accelerators add theirs."""
+"""Engines by device type; packages for other accelerators add theirs."""
 
 _started_for_host: Any = None
 """The default process group, if it was started for a mesh of the CPU."""
 
-torch_groups.separate_attempts()  # Before anyone calls `init_process_group`.
+torch_groups.separate_attempts()  # Before any call of `init_process_group`.
 
 
 def make_torch_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None
 ) -> torch_mesh.DeviceMesh:
-    """Make torch's mesh over the whole world; starts the default process group if need be.
+    """Make torch's mesh over the whole world; start the default process group if need be.
 
     Raises:
-        MeshError: Not started by a launcher, or the world has another size than the mesh.
+        MeshError: No launcher started this process, or the mesh does not have the world's size.
     """
     world_size = world_size_or_raise()
     if names is not None and len(names) != len(shape):
@@ -208,12 +209,12 @@ def _start(device_type: str) -> None:
     """Start the default process group.
 
     Raises:
-        MeshError: Gloo's ranks do not reach each other.
+        MeshError: The ranks do not reach each other through gloo.
     """
     global _started_for_host  # noqa: PLW0603 - the default process group is of the process, too
-    engines = None  # As torch chooses.
+    engines = None  # Torch chooses.
     if device_type != "cpu" and device_type in _ENGINES:
-        # With one for the host, so that small numbers need not pass the device.
+        # Add an engine for the host, so that small numbers need not go through the device.
         engines = f"cpu:gloo,{device_type}:{_ENGINES[device_type]}"
     try:
         dist.init_process_group(engines, timeout=collective_timeout())
@@ -230,7 +231,7 @@ def _start(device_type: str) -> None:
 
 
 def engine_of(device_type: str | None) -> str:
-    """Return the engine of a device type; gloo for None, and where torch knows none."""
+    """Return the engine of a device type; gloo for None, and if torch knows no engine."""
     return _ENGINES.get(device_type or "cpu", "gloo")
 
 
@@ -242,7 +243,8 @@ def current_world_size() -> int | None:
 def accelerator_of_world(device_type: str | None) -> str | None:
     """Return the accelerator's type if the default process group has its engine, such as NCCL.
 
-    None if the group was started here for a mesh of the CPU: torch gives that all engines it has.
+    The result is None if shardkit started the group for a mesh of the CPU, because torch gives such
+    a group all engines that it has.
     """
     if device_type not in _ENGINES or not dist.is_initialized():
         return None
@@ -253,12 +255,12 @@ def accelerator_of_world(device_type: str | None) -> str | None:
 
 
 def group_rank(group: Any) -> int:
-    """Return this process' rank in a process group of torch; None is the default group."""
+    """Return this process's rank in a process group of torch; None is the default group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def world_size_or_raise() -> int:
-    """Return the number of ranks; a MeshError that says how to start them if there are none."""
+    """Return the number of ranks; without ranks raise a MeshError that says how to start them."""
     world_size = current_world_size()
     if world_size is not None:
         return world_size

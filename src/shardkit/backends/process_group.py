@@ -1,4 +1,4 @@
-"""torch.distributed process groups behind a mesh: what gloo and NCCL have in common."""
+"""Meshes over torch.distributed process groups: the common part of gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkHandle:
         self._issued = issued
 
     def wait(self) -> None:
-        """Block until they are done; again is free."""
+        """Block until they are done. A second call returns at once."""
         works, self._works = self._works, []
         if works:
             assert self._issued is not None, "there are ranks to wait for"
@@ -56,7 +56,7 @@ def start_host_all_to_all(job: AllToAll, group: dist.ProcessGroup) -> WorkHandle
 def start_host_max(
     tensor: Tensor, groups: Sequence[dist.ProcessGroup | None], of: str
 ) -> WorkHandle:
-    """Start a MAX all-reduce of a host tensor over groups; over several, one after another."""
+    """Start a MAX all-reduce of a host tensor over groups, one group after another."""
     for group in groups[:-1]:
         start_host_max(tensor, [group], of).wait()
     assert groups[-1] is not None, "it was made"
@@ -91,7 +91,7 @@ class ProcessGroupAxis:
     def issue(
         self, kind: str, of: str, nbytes: int, group: dist.ProcessGroup | None = None
     ) -> Issued | None:
-        """Announce a collective, on a group of its own or not; None where one rank is alone."""
+        """Announce a collective, on this group or another; None if there is only one rank."""
         return channel_of(group or self.group).issue(kind, of, nbytes) if self.size > 1 else None
 
     def all_gather(self, full: Tensor, own: Tensor) -> None:
@@ -125,28 +125,28 @@ class ProcessGroupAxis:
 
 
 class WatchedStreams(CommStreams):
-    """Streams whose collectives are those of process groups."""
+    """Streams whose collectives run on process groups."""
 
     def note_step(self) -> None:
-        """Count it."""
+        """Count the step."""
         current_watchdog().begin_step()
 
     def note_error(self, error: BaseException) -> None:
-        """Remember it."""
+        """Keep the error."""
         current_watchdog().note_error(error)
 
 
 class CustomCollective:
-    """A collective by the user's own function, in buffers of its own choice.
+    """A collective by the user's own function, in buffers that the function allocates.
 
-    With `async_op` whoever uses `received` waits for `work`, unless that is None.
+    With `async_op` code that uses `received` waits for `work`, unless that is None.
     """
 
     def __init__(
         self, comm: Any, send: Tensor, receive_numel: int, *, async_op: bool, **options: Any
     ) -> None:
         place = functools.partial(comm.allocate, dtype=send.dtype, device=send.device)
-        self._sent = sent = place((send.numel(),))  # Kept: the work may still read it.
+        self._sent = sent = place((send.numel(),))  # Keep it: the work may still read it.
         sent.copy_(send)
         self.received: Tensor = place((receive_numel,))
         self.work: dist.Work | None = comm(
@@ -188,7 +188,7 @@ class ProcessGroupBackend(Backend):
 
     @property
     def is_current(self) -> bool:
-        """Whether the process groups have not been destroyed since."""
+        """Whether the process groups have not been destroyed."""
         return self._world is dist.group.WORLD
 
     def process_group(self, axis: int) -> dist.ProcessGroup:
@@ -202,7 +202,7 @@ class ProcessGroupBackend(Backend):
             group = self.process_group(axis)
             axes, key = _axes.now(), (type(self), group.group_name)
             known = axes.get(key)
-            if known is None or known.group is not group:  # One may be destroyed alone.
+            if known is None or known.group is not group:  # A user may destroy a single group.
                 known = axes[key] = self.make_axis(group)
             self._comms[axis] = known
         return self._comms[axis]
@@ -233,7 +233,7 @@ class ProcessGroupBackend(Backend):
         return self.with_axes([self.axis(axis) for axis in axes])
 
     def with_axes(self, axes: Sequence[Any]) -> ProcessGroupBackend:
-        """Return the backend of a mesh of these devices whose axes have these communicators."""
+        """Return the backend of a mesh of the same devices, with these communicators as axes."""
         made = type(self)(self._mesh, ())
         made._comms = dict(enumerate(axes))  # noqa: SLF001 - own class
         return made
@@ -242,8 +242,8 @@ class ProcessGroupBackend(Backend):
 def from_torch_mesh(
     mesh: torch_mesh.DeviceMesh, backend_class: type[ProcessGroupBackend]
 ) -> DeviceMesh:
-    """Return shardkit's view of torch's mesh, with the axes' process groups behind it."""
-    watchdog = current_watchdog()  # From now on this process answers others.
+    """Return torch's mesh as one of shardkit, over the process groups of its axes."""
+    watchdog = current_watchdog()  # From now on this process answers other ranks.
     return DeviceMesh(
         device_type=mesh.device_type,
         shape=tuple(mesh.shape),
@@ -257,7 +257,7 @@ def from_torch_mesh(
 
 
 def _left_out_of(mesh: torch_mesh.DeviceMesh) -> tuple[str, ...]:
-    """Return the names of axes of several ranks that a submesh lacks; those of flattened: none."""
+    """Return the names of axes, of several ranks each, that a submesh lacks; none if flattened."""
     root = torch_groups.root_mesh(mesh)
     own, names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if not own or not set(own) <= set(names):

@@ -1,12 +1,12 @@
-"""Ranks of one host give each other small tensors in memory that they share, past gloo's sockets.
+"""Shared memory, in which ranks of one host pass small tensors to each other without gloo.
 
-Over loopback gloo copies what is sent four times, in threads that take cores from compute. Here a
-rank writes what others need into a block of its own, and tells them where by a message of 40 bytes;
-they read it there. Nobody waits for room: where no block is free a new one is made.
+Over loopback gloo copies data four times, in threads that take cores from compute. Here a rank
+writes data for other ranks into its own block, and sends them the place in a message of 40 bytes.
+They read it there. No rank waits for room: if no block is free, a new one is made.
 
 Blocks are anonymous memory, whose descriptors travel with the messages. So there is no file, no
 limit of ``/dev/shm``, and nothing is left over when a process is killed. A connection ends with its
-process: a wait for a rank that has gone ends at once.
+process: a wait for a rank that has ended returns at once with an error.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_RANKS = 8
-"""Each is connected with each, and reads what each has."""
+"""Limit, because every rank is connected with every other and reads from every other."""
 
 _MESSAGE = struct.Struct("<IIQQQQ")
-"""Lane, block, number of the message, bytes, and how many messages of each lane were read."""
+"""Lane, block, number of the message, bytes, and the number of messages read of each lane."""
 
 _NUM_LANES = 2
 _SMALLEST_BLOCK = 1 << 16
@@ -59,12 +59,12 @@ _REMEDY = (
 
 @dataclass(slots=True)
 class Block:
-    """A piece of this rank's memory that others read.
+    """A piece of this rank's memory that other ranks read.
 
     Attributes:
         number: Number of the block.
-        memory: Bytes of it, 1-D.
-        descriptor: Descriptor of the memory until others have got it.
+        memory: Bytes of the block, 1-D.
+        descriptor: Descriptor of the memory, until the other ranks have received it.
     """
 
     number: int
@@ -73,9 +73,9 @@ class Block:
 
 
 class Shared:
-    """What this rank has shared, and the others with it.
+    """Bytes that all ranks of the axis have shared by one message each.
 
-    Each rank of the axis shares as many bytes at this place of the lane's order.
+    Each rank shares the same number of bytes at this place of the lane's order.
     """
 
     def __init__(self, memory: SharedMemory, lane: int, number: int) -> None:
@@ -84,28 +84,28 @@ class Shared:
         self._number = number
 
     def is_there(self) -> bool:
-        """Whether all others have shared theirs; returns at once."""
+        """Whether all other ranks have shared their bytes; returns at once."""
         assert self._memory is not None, "it is open"
         return self._memory.receive(self._lane, self._number, blocks=False)
 
     def wait(self) -> list[Tensor]:
-        """Block until all others have shared theirs; return them, 1-D bytes, in rank order.
+        """Block until all other ranks have shared; return their 1-D bytes, in rank order.
 
         Raises:
-            RuntimeError: One has gone, or does not come in the time that its process group gives.
+            RuntimeError: A rank has ended, or has not shared within the process group's time limit.
         """
         assert self._memory is not None, "it is open"
         self._memory.receive(self._lane, self._number, blocks=True)
         return self._memory.others(self._lane, self._number)
 
     def close(self) -> None:
-        """Say that this rank needs none of it any more; again is free."""
+        """Release the bytes, which this rank no longer needs. A second call returns at once."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.note_read(self._lane, self._number)
 
     def __del__(self) -> None:
-        """Do so after an exception, where nobody has."""
+        """Close after an exception, if nobody has closed it."""
         self.close()
 
 
@@ -114,16 +114,16 @@ class Shared:
 
 @dataclass(slots=True)
 class _Lane:
-    """Messages of this rank that have one order."""
+    """State of one sequence of this rank's messages."""
 
     num_sent: int = 0
     num_read: int = 0  # Number of messages that this rank has read of each other, without a gap.
-    read_early: set[int] = field(default_factory=set)  # Those behind a gap.
+    read_early: set[int] = field(default_factory=set)  # Messages after a gap.
     in_use: deque[tuple[int, Block]] = field(default_factory=deque)  # Own blocks, by message.
 
 
 class _Peer:
-    """Another rank: what came from it, and what it has read."""
+    """Another rank: what this rank received from it, and what it has read."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -131,14 +131,14 @@ class _Peer:
         self.num_received = [0] * _NUM_LANES
         self.unread: tuple[dict[int, Tensor], ...] = tuple({} for _ in range(_NUM_LANES))
         self.num_read = [0] * _NUM_LANES
-        self.unsent: deque[tuple[bytes, int | None]] = deque()  # There was no room for them.
+        self.unsent: deque[tuple[bytes, int | None]] = deque()  # The socket had no room.
 
 
 class SharedMemory:
     """The memory that the ranks of an axis share, as one of them sees it.
 
-    Messages of a lane are sent and received in one order on all ranks. Each tells how many the
-    sender has read, by which blocks become free.
+    Messages of a lane are sent and received in one order on all ranks. Each message says how many
+    messages the sender has read. That frees blocks.
 
     Args:
         connections: A connection with each other rank, by position.
@@ -152,12 +152,12 @@ class SharedMemory:
         self._reading = threading.RLock()
         self._sender: threading.Thread | None = None
         self._pid = os.getpid()
-        # When nobody waits any more. A method of this object could come after that of a socket.
+        # Close when nobody waits any more. A `__del__` here could run after that of a socket.
         weakref.finalize(self, _close_all, self._connections).atexit = False
         self.set_timeout(timeout_s)
 
     def forget(self) -> None:
-        """Be as new, without blocks; all ranks when they have read what was shared so far."""
+        """Drop all blocks and messages; call it on all ranks after they have read everything."""
         self._peers = [_Peer(connection) for connection in self._connections]
         self._lanes = [_Lane() for _ in range(_NUM_LANES)]
         self._free: list[Block] = []
@@ -168,7 +168,7 @@ class SharedMemory:
         part, whole = math.modf(timeout_s or 0.0)
         limit = struct.pack("@ll", int(whole), int(part * 1e6))
         for peer in self._peers:
-            # Not `settimeout`, with which Python asks the system twice for each message.
+            # Not `settimeout`: with it Python makes two system calls for each message.
             peer.connection.setblocking(True)
             peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
@@ -181,14 +181,14 @@ class SharedMemory:
     # --- sending ---
 
     def block(self, nbytes: int) -> Block:
-        """Return a block of at least so many bytes that nobody reads.
+        """Return a block of at least `nbytes` bytes that no rank reads.
 
         Raises:
-            RuntimeError: The system gives no memory, or no descriptor.
+            RuntimeError: The system gives no memory or no descriptor.
         """
         found = self._take_free(nbytes)
         if found is None:
-            with self._receiving:  # The others may have told what they have read.
+            with self._receiving:  # Messages may say what other ranks have read.
                 for peer in self._peers:
                     while self._receive_one(peer, blocks=False):
                         pass
@@ -222,12 +222,12 @@ class SharedMemory:
         return found
 
     def share(self, block: Block, nbytes: int, lane: int) -> Shared:
-        """Let all others read the first bytes of a block, which do not change from now on.
+        """Let all other ranks read the first bytes of a block. The caller must not change them.
 
         Args:
-            block: Block of `block`. It is used again when all have read it.
+            block: Block of `block`. It is used again when all ranks have read it.
             nbytes: Number of the bytes, equal on all ranks.
-            lane: Order that this has a place in.
+            lane: Lane in whose order the message is sent.
         """
         own = self._lanes[lane]
         with self._sending:
@@ -249,7 +249,7 @@ class SharedMemory:
         return Shared(self, lane, number)
 
     def _send_rest(self) -> None:
-        """Send what had no room, when there is; a thread's work: others may wait for it."""
+        """Send unsent messages when there is room, in a thread, since other ranks may wait."""
         while True:
             with self._sending:
                 for peer in self._peers:
@@ -266,12 +266,12 @@ class SharedMemory:
     # --- receiving ---
 
     def receive(self, lane: int, number: int, *, blocks: bool) -> bool:
-        """Take messages until all others have sent that of a number; say whether they have.
+        """Receive until all other ranks have sent message `number`; return whether they have.
 
         Args:
             lane: Lane of the message.
             number: Number of the message.
-            blocks: Whether to wait for those that are not there.
+            blocks: Whether to wait for messages that have not arrived.
 
         Raises:
             RuntimeError: See `Shared.wait`.
@@ -284,14 +284,14 @@ class SharedMemory:
         return True
 
     def _receive_one(self, peer: _Peer, *, blocks: bool) -> bool:
-        """Take a message; say whether there was one."""
+        """Receive a message; return whether there was one."""
         flags = 0 if blocks else socket.MSG_DONTWAIT
         try:
             message, extra, found, _ = peer.connection.recvmsg(
                 _MESSAGE.size, _ROOM_FOR_DESCRIPTOR, flags
             )
         except OSError as error:
-            if not blocks:  # Who waits meets it.
+            if not blocks:  # A blocking call will raise it.
                 return False
             what = "nobody came in time" if isinstance(error, BlockingIOError) else error
             msg = f"a wait for a tensor in shared memory has ended: {what}"
@@ -319,18 +319,18 @@ class SharedMemory:
             raise RuntimeError(msg)
         peer.num_received[lane] += 1
         own = self._lanes[lane]
-        if number >= own.num_read and number not in own.read_early:  # Else nobody waits for it.
+        if number >= own.num_read and number not in own.read_early:  # Else no code needs it.
             peer.unread[lane][number] = peer.blocks[block][:nbytes]
         return True
 
     def others(self, lane: int, number: int) -> list[Tensor]:
-        """Return what the others have shared by the message of a number, which has come."""
+        """Return what the other ranks have shared by message `number`, which has arrived."""
         return [peer.unread[lane][number] for peer in self._peers]
 
     def note_read(self, lane: int, number: int) -> None:
-        """Know that nobody here needs what was shared by the messages of a number."""
+        """Note that this rank no longer needs what was shared by messages `number`."""
         own = self._lanes[lane]
-        with self._reading:  # Garbage is collected in any thread, and inside of this as well.
+        with self._reading:  # Garbage collection may call this in any thread, and inside itself.
             for peer in self._peers:
                 peer.unread[lane].pop(number, None)
             own.read_early.add(number)
@@ -341,7 +341,7 @@ class SharedMemory:
     # --- the end ---
 
     def close(self) -> None:
-        """End all waits, here and of the others. In a process that was forked: nothing."""
+        """End all waits, here and on other ranks. In a forked process this does nothing."""
         if os.getpid() == self._pid:
             for peer in self._peers:
                 with contextlib.suppress(OSError):
@@ -354,19 +354,19 @@ def _close_all(connections: Sequence[socket.socket]) -> None:
 
 
 def _send(peer: _Peer) -> None:
-    """Send what waits, as far as there is room."""
+    """Send the unsent messages, as far as there is room."""
     while peer.unsent:
         message, descriptor = peer.unsent[0]
         try:
             if descriptor is None:
                 peer.connection.send(message, socket.MSG_DONTWAIT)
-            else:  # Not `send_fds`, which forgets its flags.
+            else:  # Not `send_fds`, which ignores its flags.
                 extra = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", descriptor))
                 peer.connection.sendmsg([message], [extra], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
-            pass  # It has gone, or ended all waits. Who waits for it meets that.
+            pass  # The peer has ended, or ended all waits. A wait for it will raise.
         if descriptor is not None:
             os.close(descriptor)
         peer.unsent.popleft()
@@ -387,12 +387,12 @@ _TOKEN_NBYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a rank waits for connections.
+    """Address at which a rank waits for connections.
 
     Attributes:
-        host: Text that ranks which can share memory have in common.
+        host: Text that is equal on ranks that can share memory.
         name: Name of its socket.
-        token: Secret that those who connect know.
+        token: Secret that connecting ranks send.
     """
 
     host: str
@@ -401,10 +401,10 @@ class _Address:
 
 
 def connect(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Return the memory that the ranks of a gloo group share; None if they cannot.
+    """Return the memory that the ranks of a gloo group share; None if they cannot share any.
 
-    That is where they are on several hosts, or in containers that keep them apart; where they are
-    more than eight; where the system is not Linux; and where one does not want it
+    They cannot if they are on several hosts, or in containers that separate them; if there are more
+    than eight; if the system is not Linux; or if one rank does not want it
     (``SHARDKIT_SHARED_MEMORY=0``). All ranks of the group must call this.
 
     Cost: four all-gathers of small objects.
@@ -427,7 +427,7 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
             return None
         connections: dict[int, socket.socket] = {}
         memory = None
-        with contextlib.suppress(OSError, RuntimeError):  # The system may allow less than Linux's.
+        with contextlib.suppress(OSError, RuntimeError):  # The system may forbid parts of this.
             _meet(listener, group.rank(), addresses, connections)
             memory = _tried(connections)
         if not all(exchange(memory is not None, group, of)):
@@ -439,7 +439,7 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 def _host() -> str:
-    """Return what processes have in common that can share memory; empty: this one cannot."""
+    """Return a text that is equal for processes that can share memory; empty: this one cannot."""
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):
             return f"{boot_and_namespace()}{Path('/proc/self/ns/net').readlink()}"
@@ -447,7 +447,7 @@ def _host() -> str:
 
 
 def _tried(connections: Mapping[int, socket.socket]) -> SharedMemory:
-    """Return shared memory after a byte has gone through it."""
+    """Return shared memory after a test in which a byte has gone through it."""
     memory = SharedMemory(connections, _CONNECT_S)
     shared = memory.share(memory.block(1), 1, 0)
     shared.wait()
@@ -462,7 +462,7 @@ def _meet(
     addresses: Sequence[_Address],
     connections: dict[int, socket.socket],
 ) -> None:
-    """Connect with the ranks before this one, and let those after it connect."""
+    """Connect to the ranks before this one, and accept connections of those after it."""
     for other, address in enumerate(addresses[:rank]):
         connection = connections[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_CONNECT_S)
@@ -474,5 +474,5 @@ def _meet(
         hello = connection.recv(_TOKEN_NBYTES + 1)
         if secrets.compare_digest(hello[:_TOKEN_NBYTES], addresses[rank].token):
             connections[hello[_TOKEN_NBYTES]] = connection
-        else:  # Another program.
+        else:  # The connection is another program's.
             connection.close()

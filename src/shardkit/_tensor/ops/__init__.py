@@ -1,9 +1,9 @@
-"""What operators do on `ShardedTensor`: each has the result that it has on the whole tensor.
+"""Operators on `ShardedTensor`: each has the result that it has on the whole tensor.
 
 Elementwise operators and lists of them run on the pieces (`dispatch`). Reductions over the whole
 tensor, and norms, run on the pieces and add ONE collective (`reductions`). Operators that keep the
-cut are in `structural`, with views, which wait until they are read or written. All others gather
-what they need (`wholes`). `dispatch` says which operator is of which kind.
+cut are in `structural`, with views, which do nothing until they are read or written. All other
+operators gather what they need (`wholes`). `dispatch` says which operator is of which kind.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which operator is of which kind. An operator is put into its kind when it is first seen.
+"""The kind of each operator, which is found when the operator is first seen.
 
-The rule: an operator on pieces if it is elementwise, one collective if it reduces all there is, a
-view if it is one, else the whole tensors. A random one runs on the whole tensors as well, but for
-those that look at nothing but the shape. What has its own handler below is one of these, told to be
-so because torch does not say it.
+The rule: an elementwise operator runs on pieces. An operator that reduces the whole tensor takes
+one collective. A view is a view. All others run on the whole tensors. A random operator also runs
+on whole tensors, unless it only reads the shape. Operators with their own handler below are of one
+of these kinds, but torch does not say so.
 """
 
 from __future__ import annotations
@@ -80,11 +80,10 @@ class _OpenFlat:
 
 
 class StateAllocator:
-    """Lays new tensors of one bucket's parameters end to end, as the parameters are.
+    """Allocator that lays new tensors of a bucket's parameters end to end, like the parameters.
 
-    So that operators on lists run on the whole bucket. The first tensor takes memory for all. If
-    that memory is freed while only one tensor lies in it, it was a temporary: then the allocator
-    stops.
+    Then operators on lists run on the whole bucket. The first tensor takes memory for all. If that
+    memory is freed while it has only one tensor, that was a temporary: then the allocator stops.
     """
 
     def __init__(self) -> None:
@@ -94,10 +93,10 @@ class StateAllocator:
     def allocate(
         self, spec: ShardSpec, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """Return zeros for one parameter of the bucket: (flat, piece of it); None: make it apart.
+        """Return zeros for one parameter: (flat, piece of it); None: make the tensor separately.
 
         Returns:
-            Tensors in 1-D: the flat has `shard_numel` elements, and the piece is a view of it.
+            1-D tensors: the flat has `shard_numel` elements, and the piece is a view of it.
         """
         layout, index = spec.layout, spec.index
         if self._is_off or len(layout.shapes) == 1 or spec.start == spec.stop:
@@ -127,7 +126,7 @@ class StateAllocator:
 
 @dataclass(slots=True)
 class PieceRun:
-    """Entries of all lists whose pieces lie end to end, at [start, stop) of their shards.
+    """List entries whose pieces lie end to end, at [start, stop) of their shards.
 
     Attributes:
         positions: Positions of the entries; none of them is empty.
@@ -140,7 +139,7 @@ class PieceRun:
     stop: int
 
     def join(self, items: Sequence[Any]) -> Any:
-        """Return what stands for the run's entries: one tensor, or their common number."""
+        """Return one entry that replaces the run's entries: a tensor, or their common number."""
         item = items[self.positions[0]]
         if type(item) is not ShardedTensor:
             return item
@@ -150,7 +149,7 @@ class PieceRun:
 
 
 def common_flat(tensors: Sequence[Any]) -> Tensor | None:
-    """Return the one tensor of which all of these are views; None where there is none."""
+    """Return the one tensor of which all of these are views; None if there is none."""
     first = tensors[0]
     flat: Tensor | None = first.flat if type(first) is ShardedTensor else None
     if flat is None:
@@ -171,7 +170,7 @@ def join(items: Any, runs: Sequence[PieceRun]) -> Any:
 def over_flats(
     flats: Sequence[Tensor], runs: Sequence[PieceRun], items: Sequence[ShardedTensor]
 ) -> list[ShardedTensor]:
-    """Return tensors cut as `items`, over one flat for each run."""
+    """Return tensors cut like `items`, over one flat for each run."""
     result: list[Any] = [None] * len(items)
     for run, flat in zip(runs, flats, strict=True):
         for position in run.positions:
@@ -183,7 +182,7 @@ def over_flats(
 
 
 def find_runs(args: tuple[Any, ...]) -> list[PieceRun] | None:
-    """Return how to run list operators on flats; None if entries are not such pieces at all."""
+    """Return the runs for list operators on flats; None if no entries are such pieces."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     first = lists[0]
     if set(map(type, first)) != {ShardedTensor} or first[0].spec.is_traced:
@@ -199,7 +198,7 @@ def find_runs(args: tuple[Any, ...]) -> list[PieceRun] | None:
 
 @dataclass(slots=True)
 class _ListPlan:
-    """The runs of some specs, which keeps none of them: with the first that goes, it goes."""
+    """The runs of some specs, without references to them; it is dropped with the first of them."""
 
     runs: list[PieceRun]
     specs: list[weakref.ref[ShardSpec]]
@@ -222,7 +221,7 @@ def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[PieceRun
 
 
 def _plan(specs: Sequence[ShardSpec]) -> list[PieceRun]:
-    """Return the runs of neighbouring parameters; those without elements here are in none."""
+    """Return the runs of neighbouring parameters, without those that have no elements here."""
     runs: list[PieceRun] = []
     before = None
     for position, spec in enumerate(specs):
@@ -240,7 +239,7 @@ def _plan(specs: Sequence[ShardSpec]) -> list[PieceRun]:
 
 
 def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[PieceRun]) -> bool:
-    """Return whether a list has these runs: each of pieces in one flat, or of one number."""
+    """Return whether each of these runs has, in a list, pieces of one flat or one number."""
     if len(items) != len(specs):
         return False
     if isinstance(items[0], (int, float)):
@@ -259,18 +258,18 @@ def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[Pi
 
 # --- lists ----------------------------------------------------------------------------------------
 #
-# They run on whole flats where they can: pieces of neighbouring parameters of a bucket lie end to
-# end, in parameters, gradients and optimizer state alike, so that one kernel does the work of
-# many. Plain tensors in the lists are cut. Where an entry cannot be, the operator runs entry by
-# entry, so that one tensor is whole at a time.
+# They run on whole flats if possible: pieces of neighbouring parameters of a bucket lie end to end,
+# in parameters, gradients and optimizer state alike. So one kernel does the work of many. Plain
+# tensors in the lists are cut. If an entry cannot be cut, the operator runs entry by entry, so that
+# one tensor is whole at a time.
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on lists: index i of every list belongs together.
+    """Run an operator on lists, whose entries at index i belong together.
 
-    Indices of plain tensors only (parameters that are not sharded) pass through.
+    Indices with only plain tensors (parameters that are not sharded) pass through.
     """
-    if any(type(arg) is ShardedTensor for arg in (*args, *kwargs.values())):  # A number for all.
+    if any(type(arg) is ShardedTensor for arg in (*args, *kwargs.values())):  # A common number.
         args = tuple(gathered(func, arg) if type(arg) is ShardedTensor else arg for arg in args)
         kwargs = {
             key: gathered(func, arg) if type(arg) is ShardedTensor else arg
@@ -304,10 +303,10 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> bool:
-    """Whether the result depends on plain tensors that may be other ones on each rank."""
+    """Whether the result depends on plain tensors that may differ between ranks."""
     if torch_tensors.is_mutable_op(
         func
-    ):  # Optimizers write in backward, by numbers that are tensors.
+    ):  # Optimizers write in backward, with numbers that are tensors.
         return False
     if runs is not None and not any(isinstance(arg, Tensor) for arg in args):
         return False
@@ -317,7 +316,7 @@ def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> b
 
 
 def _local_list(func: Any, items: Any, first: Sequence[Any]) -> list[Any] | Any:
-    """Return the pieces of a list argument, other arguments as they are; None: there are none."""
+    """Return the pieces of a list argument (None: it has none), and other arguments as they are."""
     if not isinstance(items, (list, tuple)) or not items or not isinstance(items[0], Tensor):
         return items
     pieces = []
@@ -343,7 +342,7 @@ def _local_entry(func: Any, item: Tensor, reference: Tensor) -> Tensor | None:
 
 
 def one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on lists on the wholes of one entry after another."""
+    """Run an operator on lists on whole tensors, one entry after another."""
     count = len(next(arg for arg in args if isinstance(arg, (list, tuple))))
     results: list[Any] = []
     for index in range(count):
@@ -368,13 +367,13 @@ def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
 
 _aten = torch.ops.aten
 _TAKE_A_NUMBER = {_aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
-"""Operators with an operand that must have no dims, whatever the others have."""
+"""Operators with an operand that must have no dims, whatever dims the others have."""
 
 
 def _pieces_of(
     spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return the arguments with pieces for sharded tensors, if no tensor is cut otherwise."""
+    """Return the arguments with pieces for sharded tensors, if all tensors have the same cut."""
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     if not all([type(each) is ShardedTensor and each.spec is spec for each in tensors]):  # noqa: C419 - faster
         return None
@@ -399,7 +398,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not shape and func in _TAKE_A_NUMBER:
             return whole(func, args, kwargs)
         if len(sharded) < len(tensors) and (spec.is_traced or runs_on_wholes(tensors)):
-            return whole(func, args, kwargs)  # Who traces cannot follow a piece of a plain operand.
+            return whole(func, args, kwargs)  # A tracer cannot follow a piece of a plain operand.
         local = _sliced(func, spec, args, kwargs)
     return wrap(func(*local[0], **local[1]), spec)
 
@@ -407,7 +406,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _sliced(
     func: Any, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments with pieces for all tensors, also for plain ones."""
+    """Return the arguments with pieces for all tensors, including plain ones."""
 
     def slice_one(arg: Any) -> Any:
         if not isinstance(arg, Tensor):
@@ -514,7 +513,7 @@ def _classify(func: Any) -> Any:
     if func.is_view:
         return view
     if torch.Tag.nondeterministic_seeded in func.tags:
-        # Those that read values run on wholes: so may do how many numbers they draw.
+        # Those that read values run on wholes: the number of draws may depend on the values.
         return random if fills_by_shape(func) else whole
     if torch.Tag.pointwise in func.tags:
         return pointwise_mutating if torch_tensors.is_mutable_op(func) else pointwise
@@ -526,7 +525,7 @@ _COPIES = ("clone", "copy", "zero")  # Elementwise, though torch does not tag th
 
 
 def _is_list_of_elementwise(name: str) -> bool:
-    """Whether an operator on lists does to each entry what an elementwise one does to one tensor.
+    """Whether an operator on lists runs an elementwise operator on each entry.
 
     Torch tags the operators on single tensors only.
     """
@@ -578,7 +577,7 @@ _register(mean, _aten.mean.default, _aten.mean.dim)
 _register(agree, _aten.equal.default, _aten.allclose.default)
 _register(item, torch_tensors.item_op)
 _register(vector_norm, _aten.linalg_vector_norm.default, _aten.norm.Scalar)
-_register(vector_norm, _aten.norm.ScalarOpt_dim)  # What torch_xla's `clip_grad_norm_` calls.
+_register(vector_norm, _aten.norm.ScalarOpt_dim)  # torch_xla's `clip_grad_norm_` calls it.
 _register(nothing, torch_tensors.propagate_xla_data_op)
 _register(foreach_norm, torch_tensors.foreach_norm_op)
 _register(largest, torch_tensors.foreach_max_op)

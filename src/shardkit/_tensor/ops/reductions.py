@@ -1,6 +1,6 @@
 """Reductions over the whole tensor: on the pieces, then ONE collective; norms, and norms of lists.
 
-One more for each axis of tensor parallelism that the tensor is split over.
+Each axis of tensor parallelism that splits the tensor takes one more collective.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class GlobalNorm(Tensor):
-    """A norm over all ranks: the same number on each of them, and nothing to gather.
+    """A norm over all ranks: the same number on each of them, with nothing to gather.
 
-    It is a tensor like others, and what is computed from it is a plain one. Norms of several
-    parameters that are put together (`stack`, `linalg.vector_norm`), and copies, are norms still.
-    Pickles and ``repr`` are those of the plain tensor.
+    It is a tensor like others, and results computed from it are plain tensors. Combined norms of
+    several parameters (`stack`, `linalg.vector_norm`), and copies, are still norms. Pickles and
+    ``repr`` are those of the plain tensor.
     """
 
     def full_tensor(self) -> Tensor:
-        """Return the plain tensor; the same memory. No communication."""
+        """Return the plain tensor over the same memory. No communication."""
         return plain(self)
 
     @classmethod
@@ -56,15 +56,15 @@ class GlobalNorm(Tensor):
             return as_norm(result) if func in _STAY_NORMS and type(result) is Tensor else result
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Show a plain tensor."""
+        """Show the plain tensor."""
         return repr(plain(self))
 
     def __format__(self, spec: str) -> str:
-        """Format the number, as that of a plain tensor."""
+        """Format the number as a plain tensor does."""
         return format(plain(self), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor."""
+        """Pickle the plain tensor."""
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -92,12 +92,12 @@ _STAY_NORMS = frozenset(
 
 
 def as_norm(value: Tensor) -> Tensor:
-    """Return a plain tensor as a `GlobalNorm`; the same memory."""
+    """Return a plain tensor as a `GlobalNorm` over the same memory."""
     return value.as_subclass(GlobalNorm)
 
 
 def plain(norm: Tensor) -> Tensor:
-    """Return a `GlobalNorm` as a plain tensor; the same memory."""
+    """Return a `GlobalNorm` as a plain tensor over the same memory."""
     with torch_tensors.plain_torch_functions():
         return norm.as_subclass(Tensor)
 
@@ -106,7 +106,7 @@ def plain(norm: Tensor) -> Tensor:
 
 
 def covers_all(tensor: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a reduction with arguments (dim, keepdim) behind the tensor leaves no dimension."""
+    """Whether a reduction with arguments (dim, keepdim) after the tensor leaves no dim."""
     dims = args[0] if args else kwargs.get("dim")
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return True
@@ -115,16 +115,16 @@ def covers_all(tensor: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def shaped(value: Tensor, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Return the result in the shape that ``keepdim`` asks for."""
+    """Return the result in the shape that ``keepdim`` demands."""
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     return value.reshape((1,) * tensor.ndim) if keepdim else value
 
 
 def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> Handler:
-    """Return a handler: `fn` where no dimension is left, else the operator on wholes.
+    """Return a handler: `fn` if no dim is left, else the operator on whole tensors.
 
     Args:
-        fn: Function that gives a number.
+        fn: Function that returns a number.
         dims_at: Position of the operator's (dim, keepdim).
         takes_complex: Whether `fn` can sum complex numbers over the ranks.
     """
@@ -145,7 +145,7 @@ def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> 
 
 
 def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
-    """Return a handler: reduce the piece by `local_reduce`, the results over the ranks by `op`."""
+    """Return a handler that reduces the piece by `local_reduce`, then over the ranks by `op`."""
     neutral = 1 if op == "product" else 0
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -161,7 +161,7 @@ def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
 
 
 def extreme(op: str) -> Handler:
-    """Return a handler of max or min; NaN on one rank is NaN on all."""
+    """Return a handler of max or min; NaN on one rank gives NaN on all."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         del kwargs
@@ -190,7 +190,7 @@ def _identity(op: str, dtype: torch.dtype) -> Any:
 
 
 def reduce_extremes(values: Tensor, axis: Axis, op: str) -> None:
-    """All-reduce `values` by max or min, in place; gloo forgets NaN, so it travels beside them."""
+    """All-reduce `values` by max or min, in place; gloo drops NaN, so NaN travels separately."""
     if axis.size == 1:
         return
     if not values.is_floating_point():
@@ -227,7 +227,7 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
     if not dtype.is_floating_point:
-        return whole(func, args, kwargs)  # type: ignore[no-any-return]  # Torch says why not.
+        return whole(func, args, kwargs)  # type: ignore[no-any-return]  # Torch raises the error.
     wide = torch.promote_types(dtype, torch.float32)  # A sum of many fp16 numbers overflows.
     total: Tensor = tensor.spec.without_padding(tensor.local_piece, 0).sum(dtype=wide)
     all_reduce(total, tensor.spec, "sum")
@@ -269,11 +269,11 @@ def sharded_norms(
 ) -> list[Tensor]:
     """Return the global norm of each tensor as plain 0-dim tensors.
 
-    Powers are summed in fp64, so that neither many ranks nor squares of large values lose the
-    norm. Right also where this rank owns nothing of a tensor.
+    Powers are summed in fp64, so that neither many ranks nor squares of large values spoil the
+    norm. The result is also right if this rank owns nothing of a tensor.
 
-    Cost: one all-reduce of 8 bytes per tensor (16 for max and min) per process group: one, as a
-    rule.
+    Cost: one all-reduce of 8 bytes per tensor (16 for max and min) for each process group, of which
+    there is usually one.
     """
     neutral = _INF if order < 0 else 0.0
     pieces = [
@@ -289,7 +289,7 @@ def sharded_norms(
                 norms[i] = 0  # Not 0 ** order: there is nothing to add.
     _count_once(norms, tensors, order)
     for axis, indices in by_axis(tensors).items():
-        # Not by a list of indices, which would be copied to the device, and waited for.
+        # Not by a list of indices, which would be copied to the device with a wait.
         is_whole = len(indices) == len(tensors)
         picked = norms if is_whole else torch.stack([norms[i] for i in indices])
         if abs(order) == _INF:
@@ -307,7 +307,7 @@ def sharded_norms(
 
 
 def _count_once(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
-    """Divide the powers that several of the ranks they are summed over have alike, in place."""
+    """Divide, in place, the powers that several ranks of a sum have in common."""
     if abs(order) != _INF:
         for i, tensor in enumerate(tensors):
             if type(tensor) is ShardedTensor and tensor.spec.num_counted > 1:
@@ -315,7 +315,7 @@ def _count_once(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
 
 
 def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
-    """Return the norms of the pieces in fp64; that of no element leaves the global one as it is."""
+    """Return the norms of the pieces in fp64; an empty piece does not change the global norm."""
     empty = _INF if order == -_INF else 0.0
     pieces = [piece.abs() if piece.is_complex() else piece for piece in pieces]
     dtype = None if dtype is None else dtype.to_real()
@@ -332,7 +332,7 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
     else:
         values = [torch.linalg.vector_norm(pieces[i], order, dtype=dtype) for i in filled]
     if len(filled) < len(pieces):
-        # Put between them on the device: a list of indices would be copied there, and waited for.
+        # Insert them on the device: a list of indices would be copied there with a wait.
         neutral = torch.full_like(values[0], empty)
         at = dict(zip(filled, values, strict=True))
         values = [at.get(i, neutral) for i in range(len(pieces))]
@@ -340,9 +340,9 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
 
 
 def by_axis(tensors: Sequence[Tensor]) -> dict[Axis, list[int]]:
-    """Return the indices of the sharded tensors by each process group they are summed over.
+    """Return the indices of the sharded tensors by process group over which they are summed.
 
-    Not those in whose place other ranks hold others, see `part_sums`.
+    Tensors in whose place other ranks hold different ones are left out, see `part_sums`.
     """
     by_axis: dict[Axis, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -354,9 +354,9 @@ def by_axis(tensors: Sequence[Tensor]) -> dict[Axis, list[int]]:
 
 
 def part_sums(tensors: Sequence[Tensor]) -> dict[tuple[Axis, ...], list[int]]:
-    """Return the indices of parts by the axes that they are summed over, in an order of all ranks.
+    """Return the indices of parts by the axes of their sums, in the same order on all ranks.
 
-    Parts are parameters in whose place other ranks hold others, such as experts of their own. A
+    Parts are parameters in whose place other ranks hold different ones, such as other experts. A
     rank without gradients of its parts has empty lists.
     """
     found: dict[tuple[Axis, ...], list[int]] = {}
@@ -369,10 +369,10 @@ def part_sums(tensors: Sequence[Tensor]) -> dict[tuple[Axis, ...], list[int]]:
 
 
 def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
-    """Have parts of all ranks count on each, so that a norm of all tensors is the same; in place.
+    """Count parts of all ranks on each rank, in place, so that all get the same norm of all.
 
-    The sum of all parts goes to those of this rank by their shares, or where it has none to the
-    first tensor. The number of parts with a gradient may be another one on each rank.
+    The sum of all parts is shared among the parts of this rank, or goes to the first tensor if it
+    has none. The number of parts with a gradient may differ between ranks.
     """
     is_extreme = abs(order) == _INF
     for axes, indices in part_sums(tensors).items():
@@ -403,7 +403,7 @@ def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
 def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     """Return the norm of all elements of tensors, sharded or plain: 0-dim, fp32 or wider.
 
-    A `GlobalNorm`, as what torch computes of sharded gradients.
+    The result is a `GlobalNorm`, like the norm that torch computes of sharded gradients.
 
     Cost: see `sharded_norms`, for each dtype.
     """
@@ -426,7 +426,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")  # noqa: PLR2004 - (self, ord, dtype)
     first, *others = sharded_norms(args[0], float(order), dtype)
-    return [as_norm(first), *others]  # One of them makes their stack a norm, and costs least.
+    return [as_norm(first), *others]  # One norm makes their stack a norm, and costs least.
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -440,7 +440,7 @@ vector_norm = reduction(_vector_norm, dims_at=2, takes_complex=True)
 
 
 def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale gradients of a GradScaler; an overflow on one rank is one on all."""
+    """Unscale gradients of a GradScaler; an overflow on one rank counts on all ranks."""
     grads, found_inf, inv_scale = args
     pieces = [grad.local_piece if type(grad) is ShardedTensor else grad for grad in grads]
     func(pieces, found_inf, inv_scale, **kwargs)
@@ -450,12 +450,12 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def share_overflow(optimizer: torch.optim.Optimizer, found_inf: dict[Any, Tensor]) -> None:
-    """Let an overflow of a plain parameter, which each rank has for itself, be one on all ranks.
+    """Let an overflow of a plain parameter on one rank count on all ranks.
 
-    Its gradient may be of another dtype or device than those that are sharded, and other on each
-    replica. Else some ranks would skip the step.
+    Its gradient may have another dtype or device than the sharded ones, and may differ between
+    replicas. Without this some ranks would skip the step.
 
-    Cost: where an optimizer has both kinds, an all-reduce of 4 bytes on each axis of the mesh.
+    Cost: if an optimizer has both kinds, an all-reduce of 4 bytes on each axis of the mesh.
     """
     sharded, plain = [], []
     for group in optimizer.param_groups:
@@ -467,7 +467,7 @@ def share_overflow(optimizer: torch.optim.Optimizer, found_inf: dict[Any, Tensor
     if not sharded or not plain or sharded[0].spec.is_traced:
         return
     for device in dict.fromkeys(param.device for param in plain):
-        # Where no gradient came on this rank there is none.
+        # Without gradients on this rank there is none.
         found_inf.setdefault(device, torch.zeros((), device=device))
     meshes = {id(param.spec.mesh.backend): param.spec.mesh for param in sharded}
     axes = [mesh.backend.axis(i) for mesh in meshes.values() for i in range(mesh.ndim)]

@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 
 
 def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that makes one tensor of the same shape from one."""
+    """Run an operator that makes a tensor of the same shape from one tensor."""
     tensor = args[0]
     if func is _aten.empty_like.default and torch_autograd.in_user_function():
         return _plain_like(func, args, kwargs)
@@ -38,7 +38,7 @@ def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Make a plain, whole tensor, which each rank fills: with a gradient, as a rule."""
+    """Make a plain, whole tensor, which each rank fills, usually with a gradient."""
     args[0].cut_gradient(is_gathered=True)
     geometry = args[0].local_piece.new_empty(()).expand(args[0].shape)
     kwargs["memory_format"] = torch.contiguous_format
@@ -47,10 +47,10 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 
 def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``detach``, views that leave the shape as it is, and kin: the same memory.
+    """Run ``detach``, views of the same shape, and similar operators over the same memory.
 
-    The piece itself is passed on: a view made inside a dispatch has a version counter of its own,
-    and writes through it would not be noticed.
+    The piece itself is passed on: a view made inside a dispatch has its own version counter, and
+    writes through it would not be noticed.
     """
     del func, kwargs
     tensor = args[0]
@@ -58,9 +58,9 @@ def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make ``zeros_like`` and kin, end to end with those of the bucket's other parameters.
+    """Run ``zeros_like`` and similar operators, end to end with the bucket's other parameters.
 
-    In a user's `autograd.Function` a plain one: it is for what the rank computes of its own data.
+    In a user's `autograd.Function` the result is plain: it is for results of the rank's own data.
     """
     tensor = args[0]
     if torch_autograd.in_user_function():
@@ -85,7 +85,7 @@ def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``new_zeros`` and kin: sharded if the shape is the same, else an ordinary tensor."""
+    """Run ``new_zeros`` and similar operators: sharded for the same shape, else a plain tensor."""
     tensor, size, *rest = args
     kwargs.pop("memory_format", None)
     if tuple(size) != tuple(tensor.shape) or torch_autograd.in_user_function():
@@ -95,10 +95,10 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``new_empty``: an ordinary tensor, also of the same shape: room to compute a whole matrix in.
+    """Run ``new_empty``: a plain tensor even for the same shape, as room for a whole matrix.
 
     So `nn.init.orthogonal_` draws and decomposes the whole on every rank; each keeps its piece. But
-    where a device is named, as what copies state dicts to the host does, the same shape is sharded.
+    if a device is named, as in copies of state dicts to the host, the same shape is sharded.
     """
     is_packed = func is _aten.new_empty.default
     if is_packed and kwargs.get("device") is not None and tuple(args[1]) == tuple(args[0].shape):
@@ -108,7 +108,7 @@ def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 
 def refuse_resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse what gives a tensor other memory or another shape."""
+    """Refuse an operator that gives a tensor other memory or another shape."""
     del kwargs
     target = args[0]
     if type(target) is ShardedTensor:
@@ -135,7 +135,7 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = slice_operand(source, target.spec)
     func(target.local_piece, source, *args[2:], **kwargs)
     target.spec.annotate_sharding(target.local_piece)
-    # A result of operators, as in nn.init.trunc_normal_, updates what was there.
+    # A result of operators, as in nn.init.trunc_normal_, updates the present values.
     note_write(target, is_followed=not is_sharded or (given.flat is None and not is_param(given)))
     if not is_sharded:
         note_written(target, lambda: [given])
@@ -143,7 +143,7 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the whole tensor, keep this rank's piece: the same numbers at every world size."""
+    """Draw the whole tensor and keep this rank's piece: the same numbers at every world size."""
     tensor = args[0]
     depends = any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values()))
     if type(tensor) is not ShardedTensor or depends:
@@ -169,16 +169,16 @@ _FILLS = (
 
 
 def fills_by_shape(func: Any) -> bool:
-    """Whether a random operator looks at the shape of its first operand, and not at its values."""
+    """Whether a random operator reads the shape of its first operand, and not its values."""
     namespace, name = func.name().split("::")
     return namespace == "aten" and (name in _FILLS or name.split(".")[0] in _FILLS)
 
 
 # --- views ----------------------------------------------------------------------------------------
 #
-# Which elements a view shows is known on every rank. So a write by which each element changes on
-# its own needs no communication: each rank writes those that it owns. All else reads, and
-# gathers.
+# Every rank knows which elements a view shows. So a write that changes each element independently
+# needs no communication: each rank writes the elements that it owns. All other operators read, and
+# gather.
 
 _ELEMENTWISE_WRITES = (
     _aten.copy_.default,
@@ -207,7 +207,7 @@ READ_NO_VALUES = (
 
 
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a view operator; nothing is read."""
+    """Run a view operator without reading values."""
     tensor = args[0]
     tensor.cut_gradient()
     geometry = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -215,7 +215,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def view_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run what views in a given size (``view``, ``expand``): sharded if that is what it has."""
+    """Run a view of a given size (``view``, ``expand``): sharded if the size does not change."""
     tensor, size = args[0], list(args[1])
     if -1 in size and func is not _aten.expand.default:
         known = math.prod(dim for dim in size if dim != -1)
@@ -240,7 +240,7 @@ def empty_as(shown: ShardedView) -> Tensor:
 
 
 def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write some elements of a sharded tensor or a view, as by ``index_put_``."""
+    """Write some elements of a sharded tensor or a view, e.g. by ``index_put_``."""
     target, others = args[0], args[1:]
     if type(target) not in (ShardedTensor, ShardedView):
         return whole(func, args, kwargs)
@@ -280,12 +280,12 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
         why = "a view in another dtype is written. Write the tensor itself."
         raise refuse(func, base, why)
     if spec.is_traced and spec.axis.size > 1:
-        # Which elements a rank owns would be a number in its graph, and graphs would differ.
+        # The elements that a rank owns would be numbers in its graph, and graphs would differ.
         why = "replicas (torch_xla.launch) can write whole tensors only, as by copy_()."
         raise refuse(func, base, why)
     places = spec.local_indices(places_of(geometry, piece.device))
     is_here = (places >= 0) & (places < piece.numel())
-    # Laid out like the view, since random numbers may depend on that; the rest is never touched.
+    # It is laid out like the view, since random numbers may depend on that; the rest stays unused.
     values = empty_as(target).zero_()
     values[is_here] = piece[places[is_here]]
     func(values, *args, **kwargs)

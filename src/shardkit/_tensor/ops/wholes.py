@@ -1,7 +1,7 @@
-"""Operators that need more than a piece: they run on the whole tensors, gathered for them.
+"""Operators that need more than a piece: they run on whole tensors, which are gathered.
 
-Each rank does the same, and has the result: a plain tensor. Of a sharded tensor that is written
-each rank keeps its piece.
+Each rank does the same, and gets the result as a plain tensor. If a sharded tensor is written, each
+rank keeps its piece.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def first_sharded(args: Any) -> ShardedTensor:
 def note_write(
     *targets: ShardedTensor, pieces: Sequence[Any] = (), is_followed: bool = False
 ) -> None:
-    """Raise the version counters, which say that a shard is stale: a dispatch does not do it.
+    """Raise the version counters, since a dispatch does not; they show that memory is stale.
 
     Args:
-        *targets: Tensors that were written; of pieces written as one, the first.
-        pieces: Tensors that were written, all of them, where those are more.
+        *targets: Tensors that were written; if pieces were written as one, the first of them.
+        pieces: All tensors that were written, if there are more than `targets`.
         is_followed: Whether the record of earlier writes is updated, or this write is noted as
             well; see `written_values`.
     """
@@ -67,7 +67,7 @@ def note_write(
 def without_out(func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Run an operator that fills tensors (``out=``) as the one that returns new ones, in order.
 
-    XLA's operators end the process where they fill a tensor inside of a dispatch (torch_xla 2.9.0).
+    XLA's operators end the process when they fill a tensor inside a dispatch (torch_xla 2.9.0).
     """
     _, names = torch_tensors.written_arguments(func)
     others = {key: value for key, value in kwargs.items() if key not in names}
@@ -76,13 +76,13 @@ def without_out(func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:
-    """Return what stands beside a piece for a plain tensor that broadcasts to the whole's shape.
+    """Return the operand beside a piece for a plain tensor that broadcasts to the whole's shape.
 
-    A tensor of one dim has one here: dtypes of results depend on whether an operand has dims.
+    A tensor with dims has one dim here: dtypes of results depend on whether an operand has dims.
     """
     if arg.ndim == 0 and spec.shape:
         return arg
-    if spec.is_traced:  # XLA gives a piece that one element is copied into the shape of that.
+    if spec.is_traced:  # On XLA copying one element into a piece would give the piece its shape.
         return spec.slice_full(arg.expand(spec.shape))
     if arg.numel() == 1:
         return arg.reshape(1)
@@ -94,7 +94,7 @@ def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def cut_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Have the gradients of the operands arrive as pieces, if autograd records an operator."""
+    """Let the gradients of the operands arrive as pieces, if autograd records an operator."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         for tensor in iter_tensors([args, kwargs], depth=0):
             if type(tensor) is ShardedTensor:
@@ -102,10 +102,10 @@ def cut_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def runs_on_wholes(*trees: Any) -> bool:
-    """Whether plain tensors among the arguments may be other ones on each rank.
+    """Whether plain tensors among the arguments may differ between ranks.
 
-    So is data that a loss is computed from, and are gradients of it. Then the operator runs on
-    wholes, on each rank with its own data; the gradient of the sharded tensor is averaged.
+    Data for a loss, and gradients of it, differ. Then the operator runs on whole tensors, on each
+    rank with its own data, and the gradient of the sharded tensor is averaged.
     """
     if torch_autograd.in_backward() or torch_autograd.in_user_function():
         return True
@@ -115,10 +115,10 @@ def runs_on_wholes(*trees: Any) -> bool:
 
 
 def check_in_place(func: Any, target: Tensor, *others: Any) -> None:
-    """Refuse to write into a sharded tensor what a gradient would have to be sent back to.
+    """Refuse a write into a sharded tensor if a gradient would have to go back to the value.
 
-    And what an `autograd.Function` computed of a rank's own data. Into one without a history, such
-    as ``param.data``, it is written, and a gradient that arrives there is refused.
+    Also refuse values that an `autograd.Function` computed from a rank's own data. A tensor without
+    a history, such as ``param.data``, is written, and a gradient that arrives there is refused.
     """
     if torch.is_grad_enabled():
         for other in iter_tensors(others, depth=0):
@@ -132,7 +132,7 @@ def check_in_place(func: Any, target: Tensor, *others: Any) -> None:
                 has_history = target.requires_grad and "lost_gradient" not in target.__dict__
                 if type(target) is not ShardedTensor or has_history:
                     raise error
-                if torch.compiler.is_compiling():  # It cuts no gradients, so nothing would refuse.
+                if torch.compiler.is_compiling():  # It cuts no gradients, so none would be refused.
                     raise error
                 target.lost_gradient = str(error)
     if torch_autograd.in_user_function():
@@ -147,7 +147,7 @@ def check_in_place(func: Any, target: Tensor, *others: Any) -> None:
 
 
 def all_reduce(value: Tensor, spec: ShardSpec, op: str) -> None:
-    """Reduce a value over every axis that the tensor is cut over, in place."""
+    """Reduce a value in place over every axis that cuts the tensor."""
     for axis in spec.axes:
         axis.all_reduce(value, op)
 
@@ -162,7 +162,7 @@ def wrap(result: Any, spec: ShardSpec) -> Any:
 
 # --- views ----------------------------------------------------------------------------------------
 #
-# It is looked at when it is used: reading gathers the tensor, writing reaches the pieces.
+# A view has no values of its own: a read gathers the tensor, and a write reaches the pieces.
 
 
 class ShardedView(HostValues):
@@ -192,11 +192,11 @@ class ShardedView(HostValues):
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Show the shape and of what it is a view; no communication."""
+        """Show the shape and the base of the view; no communication."""
         return f"ShardedView(shape={tuple(self.shape)}, of={self.base!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return the values, which are nobody's view."""
+        """Return the values, which are no view."""
         result: Tensor = memo.setdefault(id(self), self.detach().clone())
         return result
 
@@ -208,13 +208,13 @@ class ShardedView(HostValues):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Read or write by `func`, or view further."""
+        """Read or write by `func`, or make a view of this view."""
         del types
         return ShardedTensor.dispatch_mixed(func, args, kwargs or {})
 
 
 def in_whole(func: Any, view: ShardedView, whole: Tensor) -> Tensor:
-    """Return the view of `whole`, contiguous, that `view` is of its base."""
+    """Return the view of contiguous `whole` that corresponds to `view` of its base."""
     geometry = view.geometry
     if geometry.is_neg():
         why = "it reads the imaginary part of a conjugate. Call full_tensor() and go on with that."
@@ -224,7 +224,7 @@ def in_whole(func: Any, view: ShardedView, whole: Tensor) -> Tensor:
         if geometry.dtype != whole.dtype:
             why = "a view in another dtype is read where operators are traced. Use to(dtype)."
             raise refuse(func, view.base, why)
-        # There are no storages: the elements are looked up.
+        # There are no storages, so look the elements up.
         return whole.reshape(-1)[places_of(geometry, whole.device)]
     if geometry.dtype != whole.dtype:
         typed = torch.empty(0, dtype=geometry.dtype, device=whole.device)
@@ -235,7 +235,7 @@ def in_whole(func: Any, view: ShardedView, whole: Tensor) -> Tensor:
 
 
 def places_of(geometry: Tensor, device: torch.device) -> Tensor:
-    """Return where the elements of a view lie in the flattened whole: int64, of its shape."""
+    """Return the positions of a view's elements in the flattened whole: int64, the view's shape."""
     places = torch.full(geometry.shape, int(geometry.storage_offset()), device=device)
     for dim, (size, stride) in enumerate(zip(geometry.shape, geometry.stride(), strict=True)):
         along = torch.arange(size, device=device) * stride
@@ -250,7 +250,7 @@ _warned: set[Any] = set()
 
 
 def gathered(func: Any, tensor: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor, the values of a view; others as they are.
+    """Return the whole of a sharded tensor, the values of a view, and others as they are.
 
     Cost: that of `ShardedTensor.full_tensor`.
     """
@@ -259,7 +259,7 @@ def gathered(func: Any, tensor: Tensor) -> Tensor:
     if type(tensor) is ShardedView:
         return in_whole(func, tensor, _gather(func, tensor.base))
     full_tensor: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if full_tensor is None else full_tensor()  # A DTensor.
+    return tensor if full_tensor is None else full_tensor()  # DTensors have `full_tensor`.
 
 
 def _gather(func: Any, tensor: ShardedTensor) -> Tensor:
@@ -296,7 +296,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for target in written:
         check_in_place(func, target, args, kwargs)
     for target in filled:
-        if _is_sharded(target):  # It gets the shape of what is put there.
+        if _is_sharded(target):  # It gets the shape of the result.
             outs[id(target)] = torch.empty(0, dtype=target.dtype, device=target.device)
 
     def to_whole(tensor: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _fill(filled: list[Tensor], results: tuple[Tensor, ...], outs: dict[int, Tensor]) -> Any:
-    """Note results by the sharded tensors that they are for, copy them into others."""
+    """Note results for sharded tensors, and copy the other results into their tensors."""
     for target, values in zip(filled, results, strict=True):
         if _is_sharded(target):
             outs[id(target)] = values
@@ -340,7 +340,7 @@ def _fill(filled: list[Tensor], results: tuple[Tensor, ...], outs: dict[int, Ten
 
 
 def store(func: Any, target: Tensor, values: Tensor) -> None:
-    """Write the values of the whole into a sharded tensor or a view."""
+    """Write the values of a whole tensor into a sharded tensor or a view."""
     base = _base(target)
     if values.shape != target.shape:
         why = (
@@ -369,10 +369,10 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str) -> A
 
 
 def followed(result: Any, args: Any, kwargs: Any) -> Any:
-    """Have views of plain results follow writes where operators are traced.
+    """Let views of plain results follow writes if operators are traced.
 
-    If there are plain operands, torch took from those what views follow by, and gives the results
-    the same.
+    If there are plain operands, torch took from these the state by which views follow writes, and
+    gives it to the results.
     """
     tensors = list(iter_tensors([args, kwargs], depth=0))
     if not any(_is_sharded(tensor) and _base(tensor).spec.is_traced for tensor in tensors):
@@ -390,7 +390,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _explain(error: RuntimeError, args: Any, kwargs: Any) -> None:
-    """Name the sharded operands in an error of torch, which knows of wholes only."""
+    """Name the sharded operands in an error of torch, which only knows whole tensors."""
     named = [
         f"{_base(t).spec.name!r} ({str(t.dtype).removeprefix('torch.')}, {tuple(t.shape)})"
         for t in iter_tensors([args, kwargs], depth=0)

@@ -1,14 +1,14 @@
-"""What follows from what all ranks tell of themselves. Nothing here communicates.
+"""Conclusions from the statuses of all ranks. Nothing here communicates.
 
 Time proves nothing: a rank may compute, load or save for as long as it likes. A run ends only on
 proof that some ranks can never go on:
 
 - A rank has ended, and another one waits for it.
 - Ranks wait for each other in a circle: each waits for a collective that the next one has not
-  issued, and can not issue, for it waits itself.
+  issued, and cannot issue, because it waits itself.
 
-Where the proof takes the user's own collectives into account, of which the watch sees no more than
-where they are called, the same must be seen in two rounds in a row.
+Of the user's own collectives the watch sees only where they are called. If the proof uses them, two
+rounds in a row must see the same state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MAX_DETAILS = 16
 
 WRITTEN_SINCE = "written since it was gathered"
-"""In descriptions of gathers: ranks whose memory is as it was do not gather it again."""
+"""Words in descriptions of gathers that only some ranks need: others still have the memory."""
 
 _SAME_ORDER = (
     "Run the same modules in the same order on all ranks, as often, and put modules that ranks "
@@ -48,20 +48,21 @@ _GOES_ON = "The run goes on."
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What is known about the waits of a run."""
+    """Knowledge about the waits of a run."""
 
     is_final: bool  # Whether the waits will never end.
-    text: str  # Words on who waits for whom, where they are, and what to do.
-    told_by: int = 0  # Rank that tells it, where it is not an error of each that waits.
-    # Waits of the ranks that cannot go on, by rank: each believes the diagnosis only if it does.
+    text: str  # Text that says who waits for whom, where they are, and what to do.
+    told_by: int = 0  # Rank that logs it, if it is not an error of each waiting rank.
+    # Waits of the ranks that cannot go on, by rank: a rank accepts the diagnosis only if its wait
+    # is among them.
     doomed: dict[str, str] = field(default_factory=dict)
-    in_calls: list[int] = field(default_factory=list)  # Those inside of a user's collective.
-    suspicion: str = ""  # State that the next round has to see, too, for the end of the run.
-    details_of: list[int] = field(default_factory=list)  # Details of these would better the text.
+    in_calls: list[int] = field(default_factory=list)  # Such ranks inside a user's collective.
+    suspicion: str = ""  # State that the next round must see, too, before the run ends.
+    details_of: list[int] = field(default_factory=list)  # Ranks whose details improve the text.
 
 
 def what_is_awaited(status: RankStatus) -> str | None:
-    """Return a name for the wait, or the call, of a rank; None: it goes on."""
+    """Return a name for the wait, or the call, of a rank; None: it does not wait."""
     if status.wait is not None:
         kind = "issued" if status.wait.is_issued else "agreed"
         return f"{status.wait.group} {status.wait.position} {kind}"
@@ -71,12 +72,12 @@ def what_is_awaited(status: RankStatus) -> str | None:
 def diagnose(
     statuses: Sequence[RankStatus], *, silent_after_s: float, suspicion: str = ""
 ) -> Diagnosis | None:
-    """Return what follows from the status of all ranks; None: nobody waits.
+    """Return the diagnosis from the statuses of all ranks; None: no rank waits.
 
     Args:
         statuses: Status of each rank, in rank order.
         silent_after_s: Seconds after which a rank of a silent host counts as lost.
-        suspicion: That of the round before.
+        suspicion: Suspicion of the round before.
     """
     lost = {s.rank for s in statuses if _is_lost(s, silent_after_s)}
     lacking = {s.rank: _lacking(s, statuses) for s in statuses if what_is_awaited(s) is not None}
@@ -85,15 +86,15 @@ def diagnose(
     details_of: list[int] = []
     for status in statuses:
         if passed := _passed(status, statuses, details_of):
-            lost.add(status.rank)  # What it asks for was never agreed to.
+            lost.add(status.rank)  # The ranks never agreed to what it asks for.
             lacking[status.rank] = sorted({*lacking[status.rank], *passed})
     parted = lost.intersection(lacking)
-    # By what shardkit itself knows, at one look.
+    # First use only what shardkit itself knows, from one round.
     sure = {rank: them for rank, them in lacking.items() if statuses[rank].wait is not None}
     doomed = _doomed(statuses, sure, lost) | parted
     if doomed:
         return _final(statuses, doomed, lacking, lost - parted)
-    # By the user's own collectives as well.
+    # Then use the user's own collectives as well.
     doomed = _doomed(statuses, lacking, lost)
     passing = dataclasses.replace(_passing(statuses, lacking), details_of=details_of)
     if not doomed:
@@ -108,7 +109,7 @@ def diagnose(
 
 
 def explain_error(statuses: Sequence[RankStatus], rank: int, silent_after_s: float) -> str | None:
-    """Return why a wait of a rank has ended in an error; None if no other rank is the cause."""
+    """Return why a rank's wait ended in an error; None if no other rank is the cause."""
     lost = [s.rank for s in statuses if s.rank != rank and _is_lost(s, silent_after_s)]
     known = next((s.gave_up for s in statuses if s.gave_up is not None), None)
     if known is not None or not lost:
@@ -122,14 +123,14 @@ def explain_error(statuses: Sequence[RankStatus], rank: int, silent_after_s: flo
 
 
 def _is_lost(status: RankStatus, silent_after_s: float) -> bool:
-    """Whether a rank comes no more."""
+    """Whether a rank will not issue any more collectives."""
     if status.state == "silent":
         return status.silent_s >= silent_after_s
     return status.gave_up is not None or status.state in ("gone", "ended", "raised", "destroyed")
 
 
 def _lacking(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:
-    """Return the ranks that have not issued what a rank waits for."""
+    """Return the ranks that have not issued the collective that a rank waits for."""
     wait, call = status.wait, status.call
     if wait is not None:
         members = status.groups[wait.group].ranks if wait.group in status.groups else ()
@@ -143,7 +144,7 @@ def _lacking(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:
 
 
 def _has_come(other: RankStatus, wait: WaitStatus) -> bool:
-    """Whether a rank has issued a collective, or is about to, where that is what is awaited."""
+    """Whether a rank has issued the awaited collective, or will do so after agreement."""
     if other.gave_up is not None:  # It has ended all that it had issued.
         return False
     theirs = other.groups.get(wait.group)
@@ -154,13 +155,13 @@ def _has_come(other: RankStatus, wait: WaitStatus) -> bool:
 
 
 def _passed(status: RankStatus, statuses: Sequence[RankStatus], details_of: list[int]) -> list[int]:
-    """Return ranks that issued another collective where this one asks to issue its own.
+    """Return the ranks that issued another collective at the place where this rank asks.
 
     Args:
         status: Status of the rank that asks.
         statuses: Status of each rank.
-        details_of: List that gets the ranks that issued something of which more has to be known:
-            they may have agreed, and this rank has not noticed yet.
+        details_of: List that gets the ranks whose collective is not known without details: they may
+            have agreed, and this rank has not noticed it yet.
     """
     wait = status.wait
     if wait is None or wait.is_issued or wait.group not in status.groups:
@@ -183,8 +184,8 @@ def _doomed(
 ) -> set[int]:
     """Return the ranks that can never go on.
 
-    A rank that is seen to go on may issue what others wait for; so may one that waits for such
-    ranks only. All others wait for lost ones, or in a circle.
+    A rank that is not blocked may issue what others wait for. So may a rank that waits only for
+    such ranks. All other ranks wait for lost ranks, or in a circle.
     """
     blocked = {rank for rank in lacking if rank not in lost and _is_blocked(statuses[rank])}
     live = {status.rank for status in statuses} - blocked - lost
@@ -201,16 +202,16 @@ def _doomed(
             break
         live |= freed
         blocked -= freed
-    # A thread beside the main one waits in vain, too, if who it waits for is lost.
+    # A thread beside the main one waits in vain, too, if the rank that it waits for is lost.
     beside = {rank for rank, them in lacking.items() if rank in live and not lost.isdisjoint(them)}
     return blocked | {rank for rank in beside if statuses[rank].wait is not None}
 
 
 def _is_blocked(status: RankStatus) -> bool:
-    """Whether the main thread of a rank goes on only when others have come.
+    """Whether the main thread of a rank cannot go on before other ranks have come.
 
-    A collective of the user's that carries data may be under way for long, with ranks that have
-    started it and gone on.
+    A user's collective that carries data may take long, with ranks that have started it and gone
+    on.
     """
     if status.wait is not None:
         return status.wait.is_main
@@ -218,11 +219,11 @@ def _is_blocked(status: RankStatus) -> bool:
 
 
 def _may_come(other: RankStatus, status: RankStatus) -> bool:
-    """Whether a rank that waits itself may still issue what another waits for."""
+    """Whether a waiting rank may still issue the collective that another rank waits for."""
     if status.wait is not None:  # By a thread beside the main one.
         theirs = other.groups.get(status.wait.group)
         return theirs is not None and not theirs.is_main
-    # Of the user's collectives one may come after the other: loops of them look alike.
+    # A user's collective may follow another one: calls in a loop look the same.
     return other.wait is None and other.call is not None
 
 
@@ -249,7 +250,7 @@ def _final(
 
 
 def _parted(statuses: Sequence[RankStatus], doomed: set[int]) -> str | None:
-    """Say where ranks issued, or are about to issue, different collectives; None: not known."""
+    """Say where ranks issued, or want to issue, different collectives; None: not known."""
     names = dict.fromkeys(
         status.wait.group for status in statuses if status.rank in doomed and status.wait
     )
@@ -287,10 +288,10 @@ def _by_collective(told: Sequence[tuple[str, RankStatus]]) -> list[str]:
 
 
 def _begun_elsewhere(members: Sequence[RankStatus]) -> list[str]:
-    """Say at which lines ranks called the first of the last forwards that they called elsewhere.
+    """Return the lines of the first recent forward that ranks called at different lines.
 
-    One forward more on a rank issues what the next forward of the others does, so that ranks part
-    only where that one is over.
+    If one rank runs one forward more, that issues the same collectives as the next forward of the
+    other ranks. So ranks diverge only after the end of that forward.
     """
     known = [status for status in members if status.begun]
     if not known:
@@ -329,7 +330,7 @@ def _missing(
     waiting = [rank for rank in waiting if statuses[rank].wait is not None] or list(waiting)
     awaited = sorted({other for rank in waiting for other in lacking[rank]})
     gone = [rank for rank in awaited if rank in lost]
-    # A rank that waits itself may be the victim of one that does not.
+    # A rank that waits itself may be the victim of a rank that does not wait.
     idle = [rank for rank in awaited if statuses[rank].wait is None]
     shown = gone or idle or awaited
     has_left = any(statuses[rank].state in ("ended", "destroyed") for rank in gone)
@@ -340,11 +341,11 @@ def _missing(
 
 
 def _passing(statuses: Sequence[RankStatus], lacking: Mapping[int, Sequence[int]]) -> Diagnosis:
-    """Say who waits for whom, where that may still end."""
+    """Say who waits for whom, if the waits may still end."""
     waiting = sorted(r for r in lacking if what_is_awaited(statuses[r]) is not None)
     first = statuses[waiting[0]]
     awaited = sorted({other for rank in waiting for other in lacking[rank]})
-    # Those that wait themselves come when the others have come.
+    # Ranks that wait themselves come when the other ranks have come.
     awaited = [rank for rank in awaited if not lacking.get(rank)] or awaited
     said = _waiting(statuses, waiting)
     if awaited:

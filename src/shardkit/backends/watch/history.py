@@ -1,4 +1,4 @@
-"""What this process has issued on each process group, and what it waits for."""
+"""Collectives that this process has issued on each process group, and its waits."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 # --- the sequence of collectives ------------------------------------------------------------------
 #
-# Every rank of the group has the same history, hence foretells the same. So a rank that does what
-# was foretold needs to ask nobody.
+# Every rank of the group has the same history, and so predicts the same collective. A rank that
+# issues the predicted one need not ask other ranks.
 
 NUM_RECENT = 128
 _MAX_KNOWN = 1 << 16
 
 
 class Collective(NamedTuple):
-    """What all ranks of a process group must issue alike."""
+    """A collective, which all ranks of a process group must issue alike."""
 
     kind: str  # ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-    of: str  # Groups of parameters, or what it is for; may be empty.
+    of: str  # Groups of parameters, or the purpose; may be empty.
     nbytes: int  # Bytes of the whole tensor.
 
     def __str__(self) -> str:
@@ -45,15 +45,15 @@ class Collective(NamedTuple):
 class CollectiveSequence:
     """The collectives of one process group, in the order of issue.
 
-    The next one is read off the history: a mark runs through it beside the present, and what comes
-    after the mark is foretold. As long as that is right the mark goes on, so that a step of any
-    length, with any number of micro-batches, is known from the step before it. After a surprise the
-    mark jumps to where the last two collectives came one after the other before.
+    The history predicts the next one: a mark points into the history, and the collective after the
+    mark is the prediction. While predictions are right, the mark moves on. So a step of any length,
+    with any number of micro-batches, is predicted by the step before it. After a surprise the mark
+    jumps to the last place where the latest two collectives followed each other.
     """
 
     def __init__(self) -> None:
         self.position = 0  # Number of collectives so far.
-        self.num_surprises = 0  # Number of those that were not foretold.
+        self.num_surprises = 0  # Number of collectives that were not predicted.
         self._history: list[Collective] = []  # A ring, once it is full.
         self._mark: int | None = None
         self._after: dict[tuple[Collective, Collective], int] = {}
@@ -61,7 +61,7 @@ class CollectiveSequence:
 
     @property
     def foretold(self) -> Collective | None:
-        """What comes next if all is as it was; None where nothing is known."""
+        """The next collective if the step repeats; None: not known."""
         mark = self._mark
         return None if mark is None else self._history[mark % _MAX_KNOWN]
 
@@ -82,11 +82,11 @@ class CollectiveSequence:
             self.num_surprises += 1
             self._mark = None if last is None else self._after.get((last, collective))
         if last is not None:
-            if len(self._after) >= _MAX_KNOWN:  # On all ranks at once: they have one history.
+            if len(self._after) >= _MAX_KNOWN:  # On all ranks at once: they have the same history.
                 self._after.clear()
             self._after[last, collective] = position
         mark = self._mark
-        # What lies after it has not been issued yet, or is overwritten by now.
+        # What lies after this place has not been issued yet, or is overwritten by now.
         if mark is not None and not position - _MAX_KNOWN < mark < position:
             self._mark = None
 
@@ -103,7 +103,7 @@ _NOTE_S = 0.2
 
 
 def is_main_thread() -> bool:
-    """Whether this thread is the main one, or autograd's while the main one waits for it."""
+    """Whether this thread is the main one, or autograd's thread while the main one waits for it."""
     if threading.get_ident() == threading.main_thread().ident:
         return True
     return torch_autograd.in_backward() and is_in_backward(main_frame())
@@ -112,13 +112,13 @@ def is_main_thread() -> bool:
 class Wait:
     """A wait of a thread of this process, or of a device."""
 
-    is_main: bool  # The main thread waits, or what runs in its place.
+    is_main: bool  # Whether the main thread waits, or a thread in its place.
 
     def restart(self) -> None:
-        """Begin now."""
+        """Let the wait begin now."""
         self.since = time.monotonic()
-        self.next_look = self.since + watch_settings.ask_after_s  # When to ask the others (again).
-        self.next_word = watch_settings.ask_after_s  # Seconds after which a message comes next.
+        self.next_look = self.since + watch_settings.ask_after_s  # When to ask other ranks (again).
+        self.next_word = watch_settings.ask_after_s  # Seconds after which the next message comes.
 
     @property
     def for_s(self) -> float:
@@ -126,11 +126,11 @@ class Wait:
         return time.monotonic() - self.since
 
     def status(self) -> WaitStatus | None:
-        """Return what others are told of it; None: it is told of as a call."""
+        """Return the status of the wait for other ranks; None: they see it as a call."""
 
 
 class CollectiveWait(Wait):
-    """A wait for a collective of shardkit's, see `WaitStatus`."""
+    """A wait for one of shardkit's collectives, see `WaitStatus`."""
 
     def __init__(
         self,
@@ -149,16 +149,16 @@ class CollectiveWait(Wait):
         self.restart()
 
     def status(self) -> WaitStatus:
-        """Return what others are told of it."""
+        """Return the status of the wait for other ranks."""
         return WaitStatus(
             self.group, self.position, str(self.what), self.for_s, self.is_main, self.is_issued
         )
 
 
 class CallWait(Wait):
-    """A collective of the user's that the main thread is inside of.
+    """A user's collective in which the main thread is.
 
-    The frame of the call is not kept: it would keep tensors that the call was given.
+    The frame of the call is not kept: it would keep the arguments of the call alive.
     """
 
     is_main = True
@@ -169,16 +169,16 @@ class CallWait(Wait):
         self.restart()
 
     def call(self) -> CallStatus | None:
-        """Return what others are told of it; None: its process group cannot be found out."""
+        """Return the status of the call for other ranks; None: its process group is not known."""
         return call_of(main_frame(), self.number, self.for_s)
 
 
 class InFlight:
-    """What was started on one process group, in the order in which a device runs it.
+    """Collectives started on one process group, in the order in which a device runs them.
 
-    Not all of it: one collective in 0.2 s is noted, for what comes later is done later. Whoever
-    notes one asks the device which of those before are done. So the thread that watches has to ask
-    only where nothing was started for long.
+    Only one collective per 0.2 s is noted, because later ones are done later. The thread that notes
+    one asks the device which of the earlier ones are done. So the thread that watches has to ask
+    only if nothing was started for a long time.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,8 @@ class InFlight:
 
         Args:
             wait: The wait for it.
-            is_done: Returns whether it is; None where the device must not be asked now.
+            is_done: Function that returns whether it is done; None: the device must not be asked
+                now.
         """
         if wait.since - self._last_noted < _NOTE_S:
             return
@@ -201,10 +202,10 @@ class InFlight:
                 self._queue.append((wait, is_done))
 
     def oldest(self, after_s: float = 0.0) -> CollectiveWait | None:
-        """Return what the device has not done; its wait began when all before it was done.
+        """Return the first collective that is not done; its wait began when the one before ended.
 
         Args:
-            after_s: Seconds that it must have been waited for. The device is not asked before.
+            after_s: Least length of the wait in seconds. Before that the device is not asked.
         """
         with self._lock:
             if not self._queue or time.monotonic() - self._queue[0][0].since < after_s:
@@ -214,7 +215,7 @@ class InFlight:
             return self._queue[0][0] if self._queue else None
 
     def _pop_done(self) -> bool | None:
-        """Forget what is done; return None if the device must not be asked."""
+        """Drop finished collectives; return None if the device must not be asked."""
         while self._queue:
             is_done = self._queue[0][1]()
             if is_done is None:

@@ -1,16 +1,16 @@
-"""A round of questions over the store: all ranks are woken, each answers, who asked diagnoses.
+"""Rounds of questions over the store: the asker wakes all ranks, they answer, it diagnoses.
 
-The keys of round `n`, each below those of the run:
+The keys of round `n`, under the prefix of the run:
 
 | key | written by | holds |
 | --- | --- | --- |
-| ``rounds`` | who asks | ``n``, the number of rounds so far |
-| ``asks/n`` | who asks: the first that comes | its rank |
-| ``wake/RANK/n`` | who asks, for all ranks at once | nothing; each rank waits for its own |
+| ``rounds`` | the asker | ``n``, the number of rounds so far |
+| ``asks/n`` | the asker: the first rank that comes | its rank |
+| ``wake/RANK/n`` | the asker, for all ranks at once | nothing; each rank waits for its own key |
 | ``answer/n/RANK`` | each rank | its status, without details |
-| ``details/RANK`` | each rank, after its answer | the same with details; of the last round only |
-| ``result/n`` | who asked | `Result`: what follows |
-| ``looked/n/RANK`` | a rank that was asked for it | what silent processes of its machine do |
+| ``details/RANK`` | each rank, after its answer | its status with details; of the last round only |
+| ``result/n`` | the asker | `Result`: the conclusion |
+| ``looked/n/RANK`` | a rank that was asked to look | what silent processes of its machine do |
 | ``hello/RANK`` | each rank, once | host, process, machine |
 | ``end/RANK`` | each rank, once, at its end | its last status |
 """
@@ -41,21 +41,21 @@ _RESULT_S = 15.0  # An asker that takes longer has died.
 _LOOK_S = 2.0
 _MAX_ROUNDS = 3
 _MAX_WITH_ALL_DETAILS = 16
-_NUM_KEPT = 16  # Rounds whose results stay: they may follow each other faster than a rank reads.
+_NUM_KEPT = 16  # Rounds whose results are kept: new rounds may come faster than a rank reads.
 
 
 @dataclass(slots=True)
 class Result:
-    """What a round has found."""
+    """Result of a round."""
 
     diagnosis: Diagnosis | None = None  # None: nobody waits.
     silent: list[int] = field(default_factory=list)  # Ranks that did not answer.
-    # Processes to be looked at, by the rank that shall do it: ranks and process ids.
+    # Processes to look at, by the rank that is to look: ranks and process ids.
     look: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, text: str | bytes) -> Result:
-        """Return what was written; an empty one if it is no result."""
+        """Return the result that was written; an empty one if the text is no result."""
         try:
             return from_text(cls, text)
         except ValueError:
@@ -63,46 +63,46 @@ class Result:
 
 
 class Rounds:
-    """Asks all ranks of a run where they are.
+    """An asker, which asks all ranks of a run where they are.
 
     Args:
-        store: Keys of the run, over a connection for this alone.
+        store: Keys of the run, over a separate connection.
         world_size: Number of ranks.
-        rank: Rank that asks; -1 for one that is not of the run, which ends nothing.
+        rank: Rank that asks; -1 for a process outside of the run, which never ends the run.
     """
 
     def __init__(self, store: RunStore, world_size: int, rank: int) -> None:
-        self.statuses: list[RankStatus] = []  # Of the last round by rank, if it was asked here.
-        self.num_rounds = 0  # Number of rounds that were asked here.
+        self.statuses: list[RankStatus] = []  # Of the last round by rank, if this object asked.
+        self.num_rounds = 0  # Number of rounds in which this object asked.
         self.store = store
         self._world_size = world_size
         self._rank = rank
         self._hello: dict[int, tuple[str, int, str]] = {}
         self._silent_since: dict[int, float] = {}
-        self._known: dict[int, str] = {}  # What the hosts of silent ranks said of them.
+        self._known: dict[int, str] = {}  # States of silent ranks, as their hosts see them.
         self._suspicion = ""
 
     def forget(self) -> None:
-        """Begin anew with another wait: silence counts within one."""
+        """Begin anew with another wait, because silence counts within one wait."""
         self._silent_since.clear()
         self._known.clear()
         self._suspicion = ""
 
     @property
     def silence_counts_in_s(self) -> float:
-        """Seconds until the silence of a rank counts; infinite where none is silent."""
+        """Seconds until the silence of a rank counts; infinite if no rank is silent."""
         ages = (_now() - since for since in self._silent_since.values())
         left = (watch_settings.silent_after_s - age for age in ages)
         return min((seconds for seconds in left if seconds > 0), default=math.inf)
 
     def ask(self) -> Diagnosis | None:
-        """Have all ranks answer; return what follows. Of several that ask at once, one does.
+        """Let all ranks answer; return the diagnosis. Of several that ask at once, one does.
 
-        What is suspected is looked at again at once, and silent processes are looked at by others
-        of their machine: up to three rounds.
+        A suspicion is checked again at once, and other processes of the same machine look at silent
+        processes. This takes up to three rounds.
 
         Raises:
-            RuntimeError: The store does not answer, or is gone.
+            RuntimeError: The store does not answer, or has ended.
         """
         diagnosis = None
         self._known = {rank: state for rank, state in self._known.items() if state == "gone"}
@@ -121,9 +121,9 @@ class Rounds:
         return diagnosis
 
     def _result_of(self, number: int) -> Diagnosis | None:
-        """Return what another one finds out in a round."""
+        """Return the diagnosis of another asker in a round."""
         if not self.store.await_keys([f"result/{number}"], _RESULT_S):
-            # Who asked is gone. Whoever comes next begins another round.
+            # The asker has ended. The next rank that asks begins another round.
             if self.store.add("rounds", 0) < number:
                 self.store.set("rounds", str(number))
                 self._wake(number)
@@ -141,7 +141,7 @@ class Rounds:
     def _ask_round(self, number: int) -> Result:
         store = self.store
         self.num_rounds += 1
-        store.set("rounds", str(number))  # Not added to: who took this one for dead set it, too.
+        store.set("rounds", str(number))  # Not `add`: a rank that took this one for dead set it.
         self._wake(number)
         self.statuses = self._collect(number)
         diagnosis = self._diagnose()
@@ -155,7 +155,7 @@ class Rounds:
         self._suspicion = diagnosis.suspicion if diagnosis is not None else ""
         silent = [status.rank for status in self.statuses if status.state in UNHEARD]
         result = Result(diagnosis, silent, self._who_shall_look())
-        # Who only looks on ends nothing; and what is looked at is told of when it is known.
+        # An observer never ends the run; and diagnoses wait for the results of looks.
         is_told = self._rank >= 0 and not result.look
         told = result if is_told else Result(None, silent, result.look)
         store.set(f"result/{number}", to_text(told))
@@ -169,13 +169,13 @@ class Rounds:
         return diagnose(self.statuses, silent_after_s=limit, suspicion=self._suspicion)
 
     def _wake(self, number: int) -> None:
-        """Wake all ranks, by one request."""
+        """Wake all ranks by one request."""
         self.store.set_all({f"wake/{rank}/{number}": "" for rank in range(self._world_size)})
 
     # --- answers ---
 
     def _collect(self, number: int) -> list[RankStatus]:
-        """Return the answers of all ranks; of those that do not answer what is known of them."""
+        """Return the answers of all ranks; for ranks that do not answer, what is known of them."""
         keys = [f"answer/{number}/{rank}" for rank in range(self._world_size)]
         self.store.await_keys(keys, watch_settings.answer_s)
         missing = set(self.store.missing(keys))
@@ -191,7 +191,7 @@ class Rounds:
         return [by_rank.get(rank) or self._unheard(rank) for rank in range(self._world_size)]
 
     def _unheard(self, rank: int) -> RankStatus:
-        """Return what is known of a rank that has not answered."""
+        """Return the known state of a rank that has not answered."""
         if self.store.has(f"end/{rank}"):
             status = _read(self.store.get(f"end/{rank}"), rank)
             if status is not None:
@@ -226,9 +226,9 @@ class Rounds:
     # --- what hosts say of their processes ---
 
     def _who_shall_look(self) -> dict[str, list[list[int]]]:
-        """Return silent processes of other machines, each by a rank that has answered from there.
+        """Return silent processes on other machines, by a rank that has answered from there.
 
-        The machine of that rank is the same, and so are process ids.
+        That rank is on the same machine, so process ids are valid there.
         """
         silent = [s for s in self.statuses if s.state == "silent" and s.rank not in self._known]
         look: dict[str, list[list[int]]] = {}
@@ -236,7 +236,7 @@ class Rounds:
             return look
         awake = [s.rank for s in self.statuses if s.state not in UNHEARD]
         keys = {f"hello/{rank}": rank for rank in awake if rank not in self._hello}
-        for key in self.store.missing([*keys]):  # To ask for one that is not there takes for ever.
+        for key in self.store.missing([*keys]):  # Reading a missing key would block forever.
             del keys[key]
         unknown = [*keys.values()]
         texts = self.store.get_all([*keys]) if keys else []
@@ -249,23 +249,23 @@ class Rounds:
         return look
 
     def _await_looks(self, number: int, result: Result) -> None:
-        """Take up what others see of the processes of their machines."""
+        """Take over what other ranks see of the processes on their machines."""
         for looker in result.look:
             key = f"looked/{number}/{looker}"
             if self.store.await_keys([key], _LOOK_S):
                 self._known |= _read_looked(self.store.get(key))
                 self.store.delete(key)
         if not set(self._known).intersection(result.silent):
-            result.look = {}  # Nobody has said anything: to ask again does not help.
+            result.look = {}  # No rank has answered, so asking again does not help.
 
 
 class Answering:
-    """Answers the rounds of a run, as one of its ranks.
+    """The part of one rank that answers the rounds of a run.
 
     Args:
-        store: Keys of the run, over a connection for this alone.
+        store: Keys of the run, over a separate connection.
         rank: This rank.
-        status: Returns where this process is.
+        status: Function that returns where this process is.
     """
 
     def __init__(self, store: RunStore, rank: int, status: Callable[[], RankStatus]) -> None:
@@ -277,22 +277,22 @@ class Answering:
 
     @property
     def wake_key(self) -> str:
-        """Key that wakes this rank next, also to end."""
+        """Key that wakes this rank next, for an answer or for its end."""
         return f"wake/{self._rank}/{self._number + 1}"
 
     def answer(self, is_over: Callable[[], bool]) -> Result:
-        """Answer the round of the `wake_key`, which is there; return what it finds.
+        """Answer the round of the `wake_key`, which exists; return the result of the round.
 
         Args:
-            is_over: Function that says whether this rank does not want to know any more.
+            is_over: Function that returns whether this rank no longer needs the result.
 
         Raises:
-            RuntimeError: The store does not answer, or is gone.
+            RuntimeError: The store does not answer, or has ended.
         """
         store, rank = self.store, self._rank
         store.delete(self.wake_key)
         self._number = number = self._number + 1
-        if is_over() or store.has(self.wake_key):  # Then a later round has begun meanwhile.
+        if is_over() or store.has(self.wake_key):  # A later round has begun meanwhile.
             return Result()
         status = self._status()
         store.set(f"answer/{number}/{rank}", status.dump(details=False))
@@ -310,7 +310,7 @@ class Answering:
 
 
 def hello(host: str, pid: int) -> str:
-    """Return what a rank says of itself once."""
+    """Return the text by which a rank introduces itself once."""
     return json.dumps([host, pid, machine_id()])
 
 
@@ -332,7 +332,7 @@ def _read(text: bytes, rank: int) -> RankStatus | None:
 
 
 def _read_looked(text: bytes) -> dict[int, str]:
-    """Return what processes do by rank, as somebody on their machine sees them."""
+    """Return the states of processes by rank, as a rank on their machine sees them."""
     try:
         found = {int(rank): str(state) for rank, state in json.loads(text).items()}
     except (AttributeError, TypeError, ValueError, RecursionError):

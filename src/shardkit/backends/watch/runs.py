@@ -1,7 +1,7 @@
-"""The store of a run as the watch uses it, and how runs on this host find theirs.
+"""The store of a run as the watch uses it, and files that let other terminals find runs.
 
-Each rank leaves a small file in a folder of its user while it runs, for who looks from another
-terminal. A diagnosis that ended a run leaves one that stays. Nothing depends on these files: where
+Each rank leaves a small file in a folder of its user while it runs, so that another terminal can
+find it. A diagnosis that ended a run leaves a file that stays. Nothing depends on these files: if
 there is no place for them, as on a read-only disk, there are none.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # --- keys of one run in a store -------------------------------------------------------------------
 
 
-_FOREVER = timedelta(days=30)  # Torch writes a warning where a wait for a store runs out.
+_FOREVER = timedelta(days=30)  # Torch writes a warning when a wait for a store times out.
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _file_store: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own list lacks it
@@ -47,11 +47,11 @@ _seen: set[str] = set()
 class RunStore:
     """Keys of one run in a store, over a connection.
 
-    Requests to one connection wait for each other, so a thread that waits in the store for long has
-    one of its own. A store whose process has ended raises `torch.distributed.DistNetworkError`.
+    Requests on one connection wait for each other, so a thread that waits long in the store has its
+    own connection. A store whose process has ended raises `torch.distributed.DistNetworkError`.
 
     Args:
-        run: Name of the run, of which the keys begin.
+        run: Name of the run, with which the keys begin.
         connection: Store below all prefixes.
     """
 
@@ -60,16 +60,16 @@ class RunStore:
         self.connection = connection
         self._keys: Any = c10d.PrefixStore(f"shardkit/{run}", connection)
         self._asked_at: float | None = None
-        # A file is locked for each look: 100 of them a second, in a wait of torch's.
+        # Each look locks the file; a wait of torch looks 100 times per second.
         self._is_file = isinstance(connection, _file_store)
 
     def clone(self) -> RunStore:
         """Return the same over a new connection.
 
         Raises:
-            DistNetworkError: The store is gone.
+            DistNetworkError: The store has ended.
         """
-        self.has("x")  # Else that is known only after minutes of trying to connect.
+        self.has("x")  # Without this a missing store shows only after minutes of connecting.
         return RunStore(self.run, self.connection.clone())
 
     # Each of these is one request.
@@ -79,7 +79,7 @@ class RunStore:
         self._request(self._keys.set, key, value)
 
     def set_all(self, values: Mapping[str, str]) -> None:
-        """Write many keys by one request, where the store can."""
+        """Write many keys, by one request if the store can."""
         if self._keys.has_extended_api():
             self._request(self._keys.multi_set, list(values), list(values.values()))
         else:
@@ -87,12 +87,12 @@ class RunStore:
                 self.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that is there."""
+        """Return the value of a key that exists."""
         value: bytes = self._request(self._keys.get, key)
         return value
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that are there, by one request where the store can."""
+        """Return the values of keys that exist, by one request if the store can."""
         if self._keys.has_extended_api():
             values: list[bytes] = self._request(self._keys.multi_get, list(keys))
             return values
@@ -103,20 +103,20 @@ class RunStore:
         return int(self._request(self._keys.add, key, amount))
 
     def claim(self, key: str, value: str) -> bool:
-        """Write a key that is not there; return whether this call, or one like it, did."""
+        """Write a key that does not exist; return whether this call, or an equal one, wrote it."""
         found: bytes = self._request(self._keys.compare_set, key, "", value)
         return found.decode() == value
 
     def delete(self, key: str) -> None:
-        """Delete a key, if it is there."""
+        """Delete a key if it exists."""
         self._request(self._keys.delete_key, key)
 
     def has(self, *keys: str) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return not keys or bool(self._request(self._keys.check, list(keys)))
 
     def num_keys(self) -> int:
-        """Return how many keys the whole store has."""
+        """Return the number of keys in the whole store."""
         return int(self._request(self._keys.num_keys))
 
     def _request(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -128,14 +128,14 @@ class RunStore:
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the store has not answered a request; for other threads to look at."""
+        """Seconds for which the store has not answered a request; other threads read it."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     # These are several.
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that are not there: few requests if few are missing."""
+        """Return the keys that do not exist, by few requests if few are missing."""
         if self.has(*keys):
             return []
         if len(keys) == 1:
@@ -146,12 +146,12 @@ class RunStore:
     def await_keys(
         self, keys: Sequence[str], limit_s: float, is_over: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Return whether all keys are there within a time. Asks more and more seldom.
+        """Return whether all keys exist within a time. It asks less and less often.
 
         Args:
-            keys: Keys that are awaited.
+            keys: Awaited keys.
             limit_s: Seconds; ``math.inf`` for no limit.
-            is_over: Function that says whether to give up, asked each time.
+            is_over: Function that returns whether to give up, called each time.
         """
         end, pause = time.monotonic() + limit_s, _FIRST_POLL_S
         while not self.has(*keys):
@@ -162,11 +162,11 @@ class RunStore:
         return True
 
     def block_until(self, key: str, is_over: Callable[[], bool]) -> None:
-        """Return when a key is there. No request while nothing happens, but for files.
+        """Return when a key exists. Meanwhile there are no requests, except on files.
 
         Args:
-            key: Key that is awaited.
-            is_over: Function that says whether to give up; asked between looks into a file.
+            key: Awaited key.
+            is_over: Function that returns whether to give up; called between looks into a file.
         """
         if self._is_file:
             self.await_keys([key], float("inf"), is_over)
@@ -175,9 +175,9 @@ class RunStore:
 
 
 def store_of_run(store: Any) -> RunStore:
-    """Return the store of a process group, for keys of a run that all of its ranks name alike.
+    """Return the store of a process group, with a run name that is equal on all of its ranks.
 
-    A process group that was destroyed and made again may have the same store. It is another run.
+    A process group that was destroyed and made again may have the same store, but is another run.
     """
     for number in itertools.count():
         run = store.compare_set(f"shardkit {number}", "", uuid.uuid4().hex[:12]).decode()
@@ -190,7 +190,7 @@ def store_of_run(store: Any) -> RunStore:
 
 
 def connect(run: str, host: str, port: int, *, limit_s: float, is_master: bool = False) -> RunStore:
-    """Return the store of a run over a new connection, to a port that the master opens."""
+    """Return the store of a run over a new connection to a port that the master opens."""
     limit = timedelta(seconds=limit_s)
     options = {"is_master": is_master, "timeout": limit, "wait_for_workers": False}
     return RunStore(run, _tcp_store(host, port, **options))
@@ -213,18 +213,18 @@ class RankFile:
     rank: int
     pid: int
     started: float  # Seconds since 1970.
-    machine: str = ""  # Machine on which the process id means something.
+    machine: str = ""  # Machine on which the process id is valid.
 
 
 def folder() -> Path:
-    """Return where the files are. By number: not each user has a name."""
+    """Return the folder of the files, named by user id, because not every user has a name."""
     return Path(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
 
 
 def _own_folder(*, make: bool = False) -> Path | None:
-    """Return the folder if it is this user's alone; None: it is another's, or a link, or missing.
+    """Return the folder if only this user owns it; None: it is another's, a link, or missing.
 
-    Others may make folders and links of this name where all users write.
+    In a place where all users write, others may make folders and links of this name.
     """
     path = folder()
     try:
@@ -239,7 +239,7 @@ def _own_folder(*, make: bool = False) -> Path | None:
 
 
 def register(run: RankFile) -> Path | None:
-    """Leave a file about a rank; return it. None: this host has no place for it."""
+    """Leave a file about a rank and return it; None: this host has no place for it."""
     own = _own_folder(make=True)
     if own is None:
         return None
@@ -252,12 +252,12 @@ def register(run: RankFile) -> Path | None:
 
 
 def running() -> list[RankFile]:
-    """Return the ranks on this host, the latest first; files of processes that are gone go."""
+    """Return the ranks on this host, newest first; remove the files of ended processes."""
     found = []
     for path in _files("*.run"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             run = from_text(RankFile, _read(path))
-            # Of processes of other machines nobody can tell.
+            # Whether processes on other machines still run cannot be known here.
             if run.machine not in ("", machine_id()) or process_state(run.pid) != "gone":
                 found.append(run)
             else:
@@ -266,7 +266,7 @@ def running() -> list[RankFile]:
 
 
 def process_of(name: str, rank: int) -> int | None:
-    """Return the process of a rank of a run if it is on this machine, though it may be gone."""
+    """Return the process of a run's rank if it is on this machine; it may have ended."""
     for path in _files(f"{name}-{rank}.run"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             run = from_text(RankFile, _read(path))
@@ -277,9 +277,9 @@ def process_of(name: str, rank: int) -> int | None:
 def keep_diagnosis(
     name: str, text: str, statuses: Sequence[RankStatus], *, of_all_ranks: bool
 ) -> None:
-    """Leave a file with what ended a run, and where ranks were.
+    """Leave a file with the diagnosis that ended a run, and where ranks were.
 
-    What one rank knows of itself does not take the place of what another one has left.
+    A file with the knowledge of a single rank does not replace one that another rank has left.
     """
     own = _own_folder(make=True)
     if own is None:
@@ -293,7 +293,7 @@ def keep_diagnosis(
 
 
 def last_diagnosis() -> dict[str, Any] | None:
-    """Return what ended the last run on this host: its text, its answers and its time."""
+    """Return the diagnosis that ended the last run on this host: text, answers and time."""
     for path in _diagnoses():
         with contextlib.suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads(_read(path))
@@ -310,7 +310,7 @@ def _read(path: Path) -> str:
     """Return the text of a file of sensible size.
 
     Raises:
-        OSError: It cannot be read, or is no such file.
+        OSError: The file cannot be read, or is not of such a size.
     """
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_NBYTES:

@@ -1,6 +1,6 @@
-"""Where a rank is, and what it tells the others of itself: a short part, and details on demand.
+"""Status of a rank, which it sends to other ranks: a short part, and details on demand.
 
-What comes from the store is read as a file from a stranger is: types and lengths are checked.
+Data from the store is not trusted: types and lengths are checked.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _NAMES = {"Module._wrapped_call_impl": "forward", "Module._call_impl": "forward"
 
 @dataclass(frozen=True, slots=True)
 class CodePlace:
-    """Where a thread is."""
+    """Place in the code where a thread is."""
 
     file: str = "?"  # Name of the user's file.
     line: int = 0  # From 1 on.
     function: str = "?"
-    inside: str = ""  # Function that the user's code called there, or empty.
+    inside: str = ""  # Function that the user's code called there; may be empty.
 
     def __str__(self) -> str:
         inside = f", in {self.inside}" if self.inside else ""
@@ -60,7 +60,7 @@ def main_frame() -> FrameType | None:
 
 
 def place_of(frame: FrameType | None) -> CodePlace:
-    """Return the user's line that a frame runs for, and what that line called."""
+    """Return the user's line that led to a frame, and the function that the line called."""
     called: list[CodeType] = []
     while frame is not None and _is_library(frame.f_code.co_filename):
         called.append(frame.f_code)
@@ -72,7 +72,7 @@ def place_of(frame: FrameType | None) -> CodePlace:
 
 
 def stack_of(frame: FrameType | None) -> str:
-    """Return the whole stack, as tracebacks show it; empty for None."""
+    """Return the whole stack, in the format of tracebacks; empty for None."""
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
@@ -82,7 +82,7 @@ _MAX_LINES = 4
 
 
 def lines_of(frame: FrameType | None) -> Lines:
-    """Return the innermost of the user's lines that a frame runs for; refers to no frame."""
+    """Return the innermost of the user's lines that led to a frame; they refer to no frame."""
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < _MAX_LINES:
         if not _is_library(frame.f_code.co_filename):
@@ -92,7 +92,7 @@ def lines_of(frame: FrameType | None) -> Lines:
 
 
 def lines_in_words(lines: Lines) -> str:
-    """Return the innermost line, and who called it."""
+    """Return text with the innermost line and its callers."""
     shown = [f"{Path(c.co_filename).name}:{line}, `{c.co_name}`" for c, line in lines]
     return ", called at ".join(shown)
 
@@ -106,7 +106,7 @@ def _inside(called: list[CodeType]) -> str:
     """Return the function that the user's line called, by the name that users know."""
     for code in reversed(called):
         name = code.co_qualname
-        if "<locals>" not in name:  # Else a decorator's.
+        if "<locals>" not in name:  # Else it is a decorator's function.
             return _NAMES.get(name, name)
     return ""
 
@@ -114,13 +114,13 @@ def _inside(called: list[CodeType]) -> str:
 def is_in_collective(frame: FrameType | None) -> bool:
     """Whether a thread is inside a function of torch.distributed itself.
 
-    What that function calls does not count: to write a checkpoint is no collective.
+    Functions that it calls do not count: writing a checkpoint is no collective.
     """
     return frame is not None and frame.f_code.co_filename == _COLLECTIVES
 
 
 def call_of(frame: FrameType | None, number: int, for_s: float) -> CallStatus | None:
-    """Return the collective that a thread is inside of; None if its group cannot be told."""
+    """Return the collective in which a thread is; None if its group is not known."""
     name, group, is_known = "", None, False
     while is_in_collective(frame):
         assert frame is not None
@@ -135,35 +135,35 @@ def call_of(frame: FrameType | None, number: int, for_s: float) -> CallStatus | 
     try:
         ranks = dist.get_process_group_ranks(group)
         return CallStatus(name, group.group_name, ranks, number, for_s)
-    except (KeyError, RuntimeError, ValueError):  # It has been destroyed meanwhile.
+    except (KeyError, RuntimeError, ValueError):  # The group has been destroyed meanwhile.
         return None
 
 
 def is_in_backward(frame: FrameType | None) -> bool:
-    """Whether a thread waits for autograd, which may compute in a thread of its own."""
+    """Whether a thread waits for autograd, which may compute in another thread."""
     return frame is not None and frame.f_code.co_filename == _ENGINE
 
 
 def instruction_of(frame: FrameType | None) -> tuple[int, int] | None:
-    """Return what a frame is at, to see later whether it has moved."""
+    """Return the instruction where a frame is, to see later whether it has moved."""
     return (id(frame), frame.f_lasti) if frame is not None else None
 
 
 # --- NCCL's flight recorder -----------------------------------------------------------------------
 #
 # Torch keeps the last collectives of each communicator (``TORCH_FR_BUFFER_SIZE``; 2000 of them
-# where it is not set). It tells which of them the card has begun and ended, of users' groups as
-# well.
+# if it is not set). It says which of them the card has begun and ended, also for groups of
+# users.
 
 
 def flight_record() -> list[str]:
-    """Return the lines of this process; none where NCCL is not in use."""
+    """Return the lines of this process; none if NCCL is not in use."""
     record = torch_groups.nccl_flight_record()
     return [] if record is None else describe_record(json.loads(record))
 
 
 def describe_record(record: dict[str, Any]) -> list[str]:
-    """Return a line for each communicator in a record of collectives that are not done.
+    """Return a line for each communicator that has unfinished collectives in a record.
 
     Args:
         record: A record that torch dumped.
@@ -191,23 +191,23 @@ def describe_record(record: dict[str, Any]) -> list[str]:
 
 _MAX_TEXT = 1 << 20
 STATES = ("runs", "destroyed", "ended", "raised")
-"""What a rank says of itself."""
+"""States that a rank reports of itself."""
 UNHEARD = ("unborn", "silent", "busy", "stopped", "gone")
-"""What others find out of a rank that does not answer."""
+"""States that other ranks find out about a rank that does not answer."""
 
 
 @dataclass(slots=True)
 class GroupStatus:
-    """What a rank did on one process group."""
+    """Status of a rank on one process group."""
 
     ranks: Sequence[int]  # Members, ranks of the world.
     position: int  # Number of collectives so far.
-    wish: str | None = None  # What it would issue next, if the others agreed.
-    is_main: bool = True  # The last one was issued by the main thread, or in its backward.
-    recent: list[str] = field(default_factory=list)  # The last ones; in details only.
+    wish: str | None = None  # Collective that it will issue next if the other ranks agree.
+    is_main: bool = True  # Whether the main thread, or its backward, issued the last one.
+    recent: list[str] = field(default_factory=list)  # The last collectives; in details only.
 
     def at(self, position: int) -> str | None:
-        """Return the collective that was issued, or is wished for, at a position, if known."""
+        """Return the collective that was issued, or is wished, at a position, if known."""
         if position == self.position:
             return self.wish
         first = self.position - len(self.recent)
@@ -216,30 +216,30 @@ class GroupStatus:
 
 @dataclass(slots=True)
 class WaitStatus:
-    """What a rank waits for."""
+    """Wait of a rank."""
 
     group: str  # Name of the process group.
     position: int  # Place of the collective in the sequence of its group.
     of: str  # The collective.
     for_s: float  # Seconds so far.
-    is_main: bool = True  # The main thread waits, or what runs in its place.
-    is_issued: bool = True  # Else the rank waits for the others to agree to it.
+    is_main: bool = True  # Whether the main thread waits, or a thread that runs in its place.
+    is_issued: bool = True  # Whether it was issued; else the rank waits for others to agree.
 
 
 @dataclass(slots=True)
 class CallStatus:
-    """A collective of torch.distributed that the main thread is inside of, not shardkit's own."""
+    """A collective of torch.distributed in which the main thread is, but not one of shardkit's."""
 
     name: str  # Function that the user called, or that called torch.distributed for the user.
     group: str  # Name of the process group.
     ranks: Sequence[int]  # Members, ranks of the world.
-    number: int  # Another number is another call, but calls in a loop may have one number.
+    number: int  # Different numbers mean different calls, but calls in a loop may share a number.
     for_s: float  # Seconds since it was first seen.
 
 
 @dataclass(slots=True)
 class RankStatus:
-    """What is known of a rank."""
+    """Known status of a rank."""
 
     rank: int
     host: str = "?"
@@ -249,9 +249,9 @@ class RankStatus:
     place: CodePlace = field(default_factory=CodePlace)  # Where its main thread is.
     error: str | None = None  # The last exception that left a forward, or ended the process.
     groups: dict[str, GroupStatus] = field(default_factory=dict)  # Process groups by name.
-    wait: WaitStatus | None = None  # That of its main thread or device.
-    call: CallStatus | None = None  # That of its main thread.
-    gave_up: str | None = None  # The error that it raised: it comes no more.
+    wait: WaitStatus | None = None  # Wait of its main thread or device.
+    call: CallStatus | None = None  # Call of its main thread.
+    gave_up: str | None = None  # Error that it raised, after which it issues no collectives.
     silent_s: float = 0.0  # Seconds for which it has not answered.
     # In details only: the stack of the main thread, lines of the engine of an accelerator (NCCL's
     # flight recorder), and the places that called the last root forwards, up to `step`.
@@ -260,7 +260,7 @@ class RankStatus:
     begun: list[str] = field(default_factory=list)
 
     def dump(self, *, details: bool = True) -> str:
-        """Return it as text, with details or without."""
+        """Return the status as text, with or without details."""
         if details:
             return to_text(self)
         groups = {name: dataclasses.replace(of, recent=[]) for name, of in self.groups.items()}
@@ -268,10 +268,10 @@ class RankStatus:
 
     @classmethod
     def load(cls, text: str | bytes) -> RankStatus:
-        """Return what was dumped.
+        """Return the status that was dumped.
 
         Raises:
-            ValueError: It is no status.
+            ValueError: The text is no status.
         """
         if len(text) > _MAX_TEXT:
             msg = "too long"
@@ -289,15 +289,15 @@ T = TypeVar("T")
 
 
 def to_text(found: Any) -> str:
-    """Return a dataclass as text, without what is empty."""
+    """Return a dataclass as text, without empty fields."""
     return json.dumps(dataclasses.asdict(found, dict_factory=_shortened), separators=(",", ":"))
 
 
 def from_text(cls: type[T], text: str | bytes) -> T:
-    """Return what `to_text` was given.
+    """Return the dataclass that `to_text` was given.
 
     Raises:
-        ValueError: It is no JSON, or has a field that is missing, unknown, or of another type.
+        ValueError: The text is no JSON, or a field is missing, unknown, or of another type.
     """
     try:
         found: T = _made(cls, json.loads(text))
@@ -308,7 +308,7 @@ def from_text(cls: type[T], text: str | bytes) -> T:
 
 
 def _shortened(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Keep what is not empty; members as first, step and number, as nearly all groups have them."""
+    """Keep fields that are not empty; write regular lists of members as first, step and number."""
     found = {key: value for key, value in pairs if value not in (None, "", [], {}, ())}
     if "ranks" in found:
         ranks = found["ranks"] = list(found["ranks"])
@@ -322,7 +322,7 @@ _hints: Any = functools.cache(typing.get_type_hints)
 
 
 def _made(kind: Any, value: Any) -> Any:
-    """Return what JSON has as a value of a type; raise `TypeError` where it is of another one."""
+    """Return a value of JSON as a value of a type; raise `TypeError` if it has another type."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _made(hints[name], each) for name, each in value.items()})

@@ -1,8 +1,8 @@
-"""This process' part of the watch: it asks the other ranks where they are, and answers them.
+"""This process's part of the watch: it asks the other ranks where they are, and answers them.
 
-All of it goes through the store of the default process group, which works where collectives do not.
-While nothing is wrong nothing is sent: a thread of each rank waits inside the store to be woken.
-Whoever has waited long wakes all; each writes its status; who asked writes what follows.
+All messages go through the store of the default process group, which works even if collectives do
+not. While nothing is wrong nothing is sent: a thread of each rank waits inside the store. A rank
+that has waited long wakes all ranks. Each writes its status, and the asker writes the conclusion.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _EXIT_CODE = 70
 
 
 def abort_group(group: dist.ProcessGroup | None) -> None:
-    """End all waits for a process group: it cannot be used any more."""
+    """End all waits for a process group, which cannot be used any more."""
     if group is None:
         return
     if torch.accelerator.is_available():
@@ -82,8 +82,8 @@ def abort_group(group: dist.ProcessGroup | None) -> None:
             group.abort()
     if torch_groups.process_group_backend(group, torch.device("cpu")) is None:
         return
-    # A receive that times out closes gloo's connections, all of them. One from a rank that has gone
-    # fails at once and closes none, so each rank is tried.
+    # A receive that times out closes all of gloo's connections. A receive from a rank that has
+    # ended fails at once and closes none, so try each rank.
     for offset in range(1, group.size()):
         source = (group.rank() + offset) % group.size()
         with contextlib.suppress(RuntimeError):
@@ -93,21 +93,21 @@ def abort_group(group: dist.ProcessGroup | None) -> None:
 
 
 def raise_in_main_thread(text: str, at: tuple[int, int]) -> None:
-    """Have the main thread raise a `RankMismatchError` where its collective ends.
+    """Let the main thread raise a `RankMismatchError` where its collective ends.
 
-    That ends in an error of the engine, which says nothing of the reason. Python raises what it was
-    given by another thread at the next line of Python, in place of that error.
+    The collective ends in an error of the engine, which does not name the reason. Python raises the
+    exception that another thread has set at the next line of Python, in place of that error.
 
     Args:
         text: Message of the error.
-        at: Instruction that the main thread is at, of `instruction_of`. If it has gone on, nothing
-            is raised: that would meet whatever it does by then.
+        at: Instruction of the main thread, from `instruction_of`. If the thread has gone on,
+            nothing is raised: the error would hit whatever it does by then.
     """
 
     class _RankMismatchError(RankMismatchError):
         def __init__(self) -> None:
             super().__init__(text)
-            self.__suppress_context__ = True  # The engine's error, which is ours.
+            self.__suppress_context__ = True  # The context is the engine's error, which we caused.
 
     _RankMismatchError.__name__ = RankMismatchError.__name__
     _RankMismatchError.__qualname__ = RankMismatchError.__qualname__
@@ -122,11 +122,11 @@ def raise_in_main_thread(text: str, at: tuple[int, int]) -> None:
 
 
 def end_if_stuck(rank: int, text: str, *, even_on_host: bool, after_s: float = _FREED_IN_S) -> None:
-    """End this process if its main thread is where it is now after a while, too.
+    """End this process if its main thread is still at the same place after a while.
 
-    An engine that was told to abort may wait itself: for a card, or for a rank that is stopped. So
-    does who waits inside a store that does not answer. Nobody else could end the process then.
-    Without an accelerator engines do end waits, so there it is done only `even_on_host`.
+    An engine that was asked to abort may itself wait: for a card, or for a rank that is stopped. A
+    thread inside a store that does not answer waits, too. Nothing else could end the process then.
+    Without an accelerator engines do end waits, so there this happens only with `even_on_host`.
     """
     if not even_on_host and not torch.accelerator.is_available():
         return
@@ -147,29 +147,29 @@ def end_if_stuck(rank: int, text: str, *, even_on_host: bool, after_s: float = _
 
 
 class Issued(NamedTuple):
-    """A collective that this rank has issued, at a position of its group, to be waited for."""
+    """A collective that this rank has issued at a position of its group, and will wait for."""
 
     channel: Channel
     position: int
     what: Collective
 
     def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for it, as `watched`."""
+        """Wait for the collective under `watched`."""
         with self.watched():
             for work in works:
                 work.wait()
 
     def started(self, is_done: Callable[[], bool | None]) -> None:
-        """Watch it while a device runs it: all that follows on the device waits."""
+        """Watch the collective while a device runs it: all later work on the device waits."""
         wait = CollectiveWait(self.channel.name, self.position, self.what, is_main=True)
         self.channel.in_flight.note(wait, is_done)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch a wait; an error that ends it is explained.
+        """Watch a wait; explain an error that ends it.
 
         Raises:
-            RankMismatchError: Other ranks have parted from this one, or do not come.
+            RankMismatchError: Other ranks have diverged from this one, or do not come.
         """
         with self.channel.watchdog.watching(
             CollectiveWait(self.channel.name, self.position, self.what)
@@ -180,7 +180,7 @@ class Issued(NamedTuple):
 class Channel:
     """One process group of several ranks: what this rank did on it, and does now.
 
-    What is issued on it is compared first, and waits for it are watched.
+    Collectives on it are compared before they are issued, and waits for them are watched.
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog) -> None:
@@ -188,32 +188,32 @@ class Channel:
         self.name = group.group_name
         self.ranks = dist.get_process_group_ranks(group)
         self.watchdog = watchdog
-        self.sequence = CollectiveSequence()  # What was issued here.
-        self.in_flight = InFlight()  # What a device runs.
-        self.wish: Collective | None = None  # To which the others have not agreed yet.
-        self.is_main = True  # The last one was issued by the main thread, or in its backward.
+        self.sequence = CollectiveSequence()  # Issued collectives.
+        self.in_flight = InFlight()  # Collectives that a device runs.
+        self.wish: Collective | None = None  # Collective to which others have not agreed yet.
+        self.is_main = True  # Whether the main thread, or its backward, issued the last one.
         self._last_agreed = ""
-        self.at_end: list[Callable[[], object]] = []  # What else ends its waits.
+        self.at_end: list[Callable[[], object]] = []  # Functions that end further waits.
 
     def end_waits(self) -> None:
-        """End waits that are not the engine's."""
+        """End the waits that are not inside the engine."""
         for end in self.at_end:
             end()
 
     def status(self, *, details: bool = True) -> GroupStatus:
-        """Return what others are told of it. Called with the watchdog's lock."""
+        """Return the status for other ranks. The caller holds the watchdog's lock."""
         wish = str(self.wish) if self.wish is not None else None
         recent = self.sequence.recent() if details else []
         return GroupStatus(self.ranks, self.sequence.position, wish, self.is_main, recent)
 
     def issue(self, kind: str, of: str, nbytes: int) -> Issued:
-        """Note a collective that is about to be issued; ask the others if it was not foretold.
+        """Note a collective that is about to be issued; ask other ranks if it was not predicted.
 
         Raises:
-            RankMismatchError: They are about to issue another one, or do not come.
+            RankMismatchError: Other ranks are about to issue another collective, or do not come.
 
-        Cost: nothing where the steps before did the same; else two requests to the store, and a
-            wait for the slowest rank.
+        Cost: nothing if earlier steps did the same; else two requests to the store, and a wait for
+            the slowest rank.
         """
         sequence, collective = self.sequence, Collective(kind, of, nbytes)
         issued = Issued(self, sequence.position, collective)
@@ -232,26 +232,26 @@ class Channel:
         """Issue and watch a collective that blocks.
 
         Raises:
-            RankMismatchError: As `issue`, and as `Issued.wait`.
+            RankMismatchError: For the reasons of `issue` and of `Issued.wait`.
         """
         with self.issue(kind, of, nbytes).watched():
             yield
 
     @contextlib.contextmanager
     def section(self, kind: str, of: str) -> Iterator[None]:
-        """Begin something on all ranks together that mixes local work with collectives of torch.
+        """Begin, on all ranks together, a section of local work and torch's collectives.
 
-        It is no wait: a rank may work in it for as long as it likes.
+        A section is no wait: a rank may work in it for as long as it likes.
 
         Raises:
-            RankMismatchError: As `issue`; or an error in it was caused by ranks that are lost.
+            RankMismatchError: For the reasons of `issue`; or lost ranks caused an error in it.
         """
         self.issue(kind, of, 0)
         with self.watchdog.explaining():
             yield
 
     def _agree(self, issued: Issued) -> None:
-        """Return when all ranks of the group are about to issue the same."""
+        """Return when all ranks of the group are about to issue the same collective."""
         what = str(issued.what)
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
         key = f"next/{self.name}/{issued.position}/{digest}"
@@ -277,9 +277,9 @@ _NUM_BEGUN = 8
 _EXPLAIN_S = 15.0
 _GO = "go"
 _MAX_PAUSE_S = 30.0
-_MORE_WORDS = 6.0  # A wait is told of again when it has become so many times as long.
+_MORE_WORDS = 6.0  # A wait is logged again when it has become this many times as long.
 _END_S = 6.0
-_END_OF_GROUP_S = 2.0  # A user waits for it.
+_END_OF_GROUP_S = 2.0  # A user waits for this.
 _STUCK_S = 2.0
 _RETRY_S = 5.0
 _RAISED_S = 5.0
@@ -298,9 +298,9 @@ class Watchdog:
 
     Args:
         default_store: Store of the group.
-        store: Store where ranks meet: the same, as a rule.
-        rank: Place of this process among those that meet.
-        world_size: Number of ranks that meet. A process that is alone has nobody to ask, and no
+        store: Store in which ranks meet, usually the same.
+        rank: Position of this process among those that meet.
+        world_size: Number of ranks that meet. A process that is alone asks no ranks, and has no
             threads.
     """
 
@@ -309,15 +309,15 @@ class Watchdog:
         self.rank = rank
         self.world_size = world_size
         self.channels: dict[str, Channel] = {}  # Process groups in use, by name.
-        self.final_text: str | None = None  # That of the diagnosis that ended the run.
-        self.lock = threading.Lock()  # Held where what others are told is changed or read.
+        self.final_text: str | None = None  # Text of the diagnosis that ended the run.
+        self.lock = threading.Lock()  # Held while the status for other ranks is changed or read.
         self.step = 0  # Number of root forwards so far.
         self._begun: collections.deque[Lines] = collections.deque(maxlen=_NUM_BEGUN)
-        self.error: str | None = None  # The last exception that left a forward, or ends all.
+        self.error: str | None = None  # The last exception that left a forward or ends the process.
         self.has_raised = False  # Whether an exception ends the process.
-        self.num_counted_in = 0  # How often it had to agree with others; two requests each.
+        self.num_counted_in = 0  # Number of agreements with other ranks; each took two requests.
         self._alarmed_step = -1
-        # Requests to one connection wait for each other; who waits long has one of its own.
+        # Requests on one connection wait for each other; a thread that waits long has its own.
         self._store: RunStore = store_of_run(store)
         self._waits: dict[int, Wait] = {}
         self._call: CallWait | None = None
@@ -350,12 +350,12 @@ class Watchdog:
             thread.start()
 
     def begin_step(self) -> None:
-        """A forward of a root begins; remember where, for what is said if ranks part later."""
+        """Note where a root's forward begins, for the error if ranks diverge later."""
         self.step += 1
         self._begun.append(lines_of(sys._getframe(1)))  # noqa: SLF001 - documented for this use
 
     def claim(self, key: str, value: str) -> str:
-        """Write a key that is not there; return what it holds then, "" where nobody is to ask."""
+        """Write a key that does not exist; return its value, "" if there are no other ranks."""
         if self.world_size == 1 or self._closed.is_set() or self._store.silent_s >= _STUCK_S:
             return ""
         with contextlib.suppress(RuntimeError):
@@ -367,10 +367,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self, wait: Wait) -> Iterator[None]:
-        """Watch a wait of this thread; an error that ends it is explained.
+        """Watch a wait of this thread; explain an error that ends it.
 
         Raises:
-            RankMismatchError: Other ranks have parted from this one, or do not come.
+            RankMismatchError: Other ranks have diverged from this one, or do not come.
         """
         if self.final_text is not None:
             raise RankMismatchError(self.final_text)
@@ -402,14 +402,14 @@ class Watchdog:
             raise
 
     def _raise_reason(self, error: RuntimeError) -> None:
-        """Raise why an engine has met an error, if other ranks have caused it.
+        """Raise the reason of an engine's error, if other ranks have caused it.
 
         Raises:
             RankMismatchError: Why, in place of the engine's error, which says nothing of it.
         """
         if isinstance(error, RankMismatchError):
             return
-        if self.final_text is not None:  # The end of the waits was ours.
+        if self.final_text is not None:  # This watchdog has ended the waits.
             raise RankMismatchError(self.final_text) from None
         text = self._explain()
         if text is not None:
@@ -431,13 +431,13 @@ class Watchdog:
         go = f"{key}/go"
         store: RunStore | None = None
         try:
-            # Other threads must not wait behind this one, which may wait for them.
+            # Use a separate connection: this wait must not block threads that it may wait for.
             with self.lock:
                 store = self._free_stores.pop() if self._free_stores else None
             store = store or self._store.clone()
             if store.add(key, 1) == size:
                 store.set(go, _GO)
-                if old:  # All have passed it, for all have come here.
+                if old:  # All ranks have passed the old key, since all have come here.
                     store.delete(old)
                     store.delete(f"{old}/go")
                 return
@@ -491,7 +491,7 @@ class Watchdog:
         self._see_call()
         now = time.monotonic()
         if self._asker is not None and self._asker.is_alive():
-            # Before it has a connection of its own, it makes one.
+            # A watchdog without its own connection makes one first.
             rounds, asks_for_s = self._rounds, now - self._asked_since
             self._judge_store(rounds.store.silent_s if rounds is not None else asks_for_s)
             return
@@ -504,7 +504,7 @@ class Watchdog:
             break
 
     def _see_call(self) -> None:
-        """Note whether the main thread is inside a collective of the user's."""
+        """Note whether the main thread is inside a user's collective."""
         frame = main_frame()
         is_ours = threading.main_thread().ident in self._waits
         at = instruction_of(frame) if is_in_collective(frame) and not is_ours else None
@@ -516,7 +516,7 @@ class Watchdog:
             self._call = CallWait(at, self._num_calls)
 
     def _all_waits(self, device_after_s: float) -> list[Wait]:
-        """Return the waits of threads, the main one's first, of devices, and of the user's."""
+        """Return the waits of threads (the main one's first), of devices, and in users' calls."""
         with self.lock:
             threads = self._waits_of_threads()
         flights = [
@@ -526,16 +526,16 @@ class Watchdog:
         return [*threads, *(wait for wait in flights if wait is not None), *calls]
 
     def _waits_of_threads(self) -> list[Wait]:
-        """Return the waits of threads, the main one's first. Called with the lock."""
+        """Return the waits of threads, the main one's first. The caller holds the lock."""
         return sorted(self._waits.values(), key=lambda wait: (not wait.is_main, wait.since))
 
     def _ask_beside(self) -> threading.Thread:
-        """Ask in a thread of its own: a store may not answer. Return the thread."""
+        """Ask in a separate thread, since a store may not answer. Return the thread."""
         asker = self._asker
         if asker is None or not asker.is_alive():
             asker = threading.Thread(target=self._ask, name="shardkit-asks", daemon=True)
             self._asked_since = time.monotonic()
-            asker.start()  # First: end_threads may join what is in the list at any time.
+            asker.start()  # Start it first: `end_threads` may join threads of the list at any time.
             self._asker = asker
             self._threads = [each for each in self._threads if each.is_alive()] + [asker]
         return asker
@@ -570,7 +570,7 @@ class Watchdog:
         waits = [wait for wait in self._all_waits(0.0) if wait.is_main]
         if not waits or silent_s < watch_settings.ask_after_s:
             return
-        # Where the launcher holds it, the process is not known.
+        # If the launcher holds the store, its process is not known.
         pid = None if _is_agents_store() else runs.process_of(self._store.run, 0)
         state = "silent" if pid is None else process_state(pid)
         if state == "gone":
@@ -601,12 +601,12 @@ class Watchdog:
     def _take_up(
         self, diagnosis: Diagnosis, store: RunStore, answers: Sequence[RankStatus] = ()
     ) -> None:
-        """Do what follows from a round: end the waits, or tell who looks at this process.
+        """Act on the result of a round: end the waits, or log the diagnosis.
 
         Args:
             diagnosis: Diagnosis of the round.
-            store: Keys of the run, over the connection of the thread that calls.
-            answers: Statuses of all ranks in it, if this one has asked.
+            store: Keys of the run, over the connection of the calling thread.
+            answers: Statuses of all ranks in the round, if this rank has asked.
         """
         if not diagnosis.is_final:
             self._tell(diagnosis)
@@ -614,16 +614,16 @@ class Watchdog:
         if diagnosis.doomed.get(str(self.rank)) == what_is_awaited(self.status(details=False)):
             self._end(diagnosis.text, store, diagnosis.in_calls, answers=answers)
         else:
-            if self.rank in diagnosis.in_calls:  # Nobody needs to wait for it.
+            if self.rank in diagnosis.in_calls:  # No rank needs to wait for this one.
                 store.set(f"raised/{self.rank}", "")
-            # Not of this rank, or not any more: it finds out by itself where it waits next.
+            # The wait is not this rank's, or no longer: the rank finds out at its next wait.
             self._alarmed_step = self.step + 1
             for wait in self._all_waits(watch_settings.ask_after_s):
                 asks_at = wait.since + watch_settings.ask_unexpected_after_s
                 wait.next_look = min(wait.next_look, asks_at)
 
     def _tell(self, diagnosis: Diagnosis) -> None:
-        """Log who is awaited, as often as it helps: when the wait is six times as long."""
+        """Log who is awaited, and again each time the wait is six times as long."""
         if diagnosis.told_by != self.rank:
             return
         for wait in self._all_waits(watch_settings.ask_after_s):
@@ -641,34 +641,35 @@ class Watchdog:
         answers: Sequence[RankStatus] = (),
         is_store_silent: bool = False,
     ) -> None:
-        """End all waits: they are proved to be in vain.
+        """End all waits, which provably are in vain.
 
         Args:
             text: Reason.
-            store: Keys of the run, over the connection of the thread that calls.
-            in_calls: Ranks inside of collectives of the user's. The first end that another rank
-                puts to its waits ends those too, by an error of the engine, so they are awaited.
-            answers: Statuses of all ranks in the last round, if this one has asked.
+            store: Keys of the run, over the connection of the calling thread.
+            in_calls: Ranks inside users' collectives. When another rank ends its waits, these
+                collectives end too, in an error of the engine. So this rank waits for these ranks
+                first.
+            answers: Statuses of all ranks in the last round, if this rank has asked.
             is_store_silent: Whether the store answers no request.
         """
         if self.final_text is not None:
             return
         self.final_text = text
-        # No details of its own: what collects them must not keep the waits from their end.
+        # Without details of this rank: collecting them must not delay the end of the waits.
         known = answers or [self.status(details=False)]
         runs.keep_diagnosis(self._store.run, text, known, of_all_ranks=bool(answers))
-        world = dist.group.WORLD  # Read first: if the store is still ours, so is this.
+        world = dist.group.WORLD  # Read it first: if the store is still ours, so is the group.
         call = self._call if self._is_in_use() else None
-        if not self._waits:  # Else whoever waits raises it.
+        if not self._waits:  # Else the waiting thread raises it.
             logger.error("rank %d: %s", self.rank, text)
         if call is not None:
             raise_in_main_thread(text, call.at)
         if not is_store_silent:
             self._end_agreements(store or self._store, in_calls)
         if call is not None or self._all_waits(0.0):
-            # On a device the main thread waits where it asks for a number.
+            # With a device the main thread waits where it reads a number.
             end_if_stuck(self.rank, text, even_on_host=is_store_silent)
-        for channel in list(self.channels.values()):  # Whoever ends clears them meanwhile.
+        for channel in list(self.channels.values()):  # `close` may clear them meanwhile.
             abort_group(channel.group)
             channel.end_waits()
         if call is not None:
@@ -680,7 +681,7 @@ class Watchdog:
             if self.rank in in_calls:
                 store.set(f"raised/{self.rank}", "")
             store.await_keys([f"raised/{rank}" for rank in in_calls], _RAISED_S)
-            self._wake_counting_in(store)  # They look at the final text.
+            self._wake_counting_in(store)  # Woken ranks read the final text.
 
     def _wake_counting_in(self, store: RunStore) -> None:
         for go in list(self._counting_in.values()):
@@ -689,7 +690,7 @@ class Watchdog:
     # --- answering ---
 
     def _listen(self) -> None:
-        """Answer whoever asks, until the process ends or the store is gone."""
+        """Answer askers until the process ends or the store has ended."""
         is_over = self._closed.is_set
         store: RunStore | None = None
         while not is_over():
@@ -699,13 +700,13 @@ class Watchdog:
                     self._answering = Answering(store, self.rank, self.status)
                 answering = self._answering
                 assert answering is not None, "it was made with the store"
-                if is_over():  # Closed before there was a key to be woken by.
+                if is_over():  # The watchdog was closed before the wake key existed.
                     return
                 store.block_until(answering.wake_key, is_over)
                 result = answering.answer(is_over)
                 if result.diagnosis is not None and not is_over():
                     self._take_up(result.diagnosis, store)
-            except dist.DistNetworkError:  # The store is gone.
+            except dist.DistNetworkError:  # The store has ended.
                 return
             except Exception as error:  # noqa: BLE001 - the watch goes on
                 store = None
@@ -714,7 +715,7 @@ class Watchdog:
                     self._closed.wait(_RETRY_S)
 
     def _complain(self, error: Exception) -> None:
-        """Say that the watch met an error, and goes on; once a minute."""
+        """Log that the watch met an error and goes on, once a minute."""
         now = time.monotonic()
         if not self._closed.is_set() and (not self._complained or now > self._complained + 60):
             self._complained = now
@@ -729,7 +730,7 @@ class Watchdog:
         waits = self._all_waits(watch_settings.ask_unexpected_after_s)
         call = self._call.call() if self._call is not None else None
         with self.lock:
-            # What a thread waits for, and what it has issued, at one moment.
+            # A thread's wait and its issued collectives must be from the same moment.
             own = self._waits_of_threads()
             found = (wait.status() for wait in [*own, *(w for w in waits if w not in own)])
             wait = next((status for status in found if status is not None), None)
@@ -758,16 +759,16 @@ class Watchdog:
         return dist.is_initialized() and torch_groups.default_store() is self.default_store
 
     def _has_left(self) -> bool:
-        """Whether the process group was destroyed: at the end of a script it need not be."""
+        """Whether the process group was destroyed; a script may end without doing so."""
         return self._closed.is_set() and not self._is_in_use()
 
     # --- the end ---
 
     def linger(self) -> None:
-        """Wait for the ends of the others, if this process holds the store.
+        """Wait for the ends of the other ranks, if this process holds the store.
 
-        Without the store they could not be told why this rank does not come, and those that are
-        fine would read torch's complaints about it.
+        Without the store they could not learn why this rank does not come, and healthy ranks would
+        print torch's complaints about it.
         """
         if (
             self.rank != 0
@@ -781,14 +782,14 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < end:
                 missing = self._store.missing(missing)
-                # Those that were killed write nothing.
+                # Ranks that were killed write nothing.
                 pids = (runs.process_of(self._store.run, int(key[4:])) for key in missing)
                 if all(pid is not None and process_state(pid) == "gone" for pid in pids):
                     return
                 time.sleep(_TICK_S)
 
     def note_error(self, error: BaseException) -> None:
-        """Remember an exception that left a forward, or ends the process."""
+        """Note an exception that left a forward or ends the process."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         place = f" at {place_of(frames[-1])}" if frames else ""
         self.error = f"{type(error).__name__}: {error}{place}"
@@ -802,14 +803,14 @@ class Watchdog:
             self._closed.set()
         self._call = None
         try:
-            # A request that does not end, to a store that is lost, would hold this one up.
+            # A request to a lost store, which does not end, would delay this one.
             if self.world_size > 1 and self._store.silent_s < _STUCK_S:
                 with contextlib.suppress(RuntimeError):
                     self._tell_end(state)
         finally:  # A comparison may warn, and a warning may be an error.
             for channel in list(self.channels.values()):
                 channel.end_waits()
-            self.channels.clear()  # What is left of the process groups may go.
+            self.channels.clear()  # The rest of the process groups may be freed.
             self._free_stores.clear()
             if self._file is not None:
                 self._file.unlink(missing_ok=True)
@@ -829,7 +830,7 @@ class Watchdog:
     def end_threads(self, limit_s: float = _END_S) -> None:
         """Wait for the threads: at the end of Python none may be inside the store.
 
-        A store that is lost keeps them for longer, so they are not waited for without end.
+        A lost store keeps the threads for longer, so the wait for them has a limit.
         """
         end = time.monotonic() + limit_s
         for thread in self._threads:
@@ -844,7 +845,7 @@ def _is_agents_store() -> bool:
 # --- the watchdog of this process -----------------------------------------------------------------
 
 at_end: list[Any] = []
-"""Called where this process takes part no more, with the `RunStore` and the number of ranks."""
+"""Functions called when this process stops taking part, with the `RunStore` and number of ranks."""
 
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _current: Watchdog | None = None
@@ -853,7 +854,7 @@ _of_thread = threading.local()
 
 
 def current_watchdog() -> Watchdog:
-    """Return the watchdog of the default process group; made when it is first asked for."""
+    """Return the watchdog of the default process group; the first call makes it."""
     global _current  # noqa: PLW0603 - one process, one watchdog
     store = torch_groups.default_store()
     if torch_groups.ranks_are_threads():
@@ -864,7 +865,7 @@ def current_watchdog() -> Watchdog:
                 _current.close("destroyed")
             else:
                 _at_start()
-            if "fake" in dist.get_backend_config():  # One process stands for all, and asks nobody.
+            if "fake" in dist.get_backend_config():  # One process is all ranks, so none is asked.
                 _current = Watchdog(store, _HashStore(), 0, 1)
             else:
                 _current = Watchdog(store, store, dist.get_rank(), dist.get_world_size())
@@ -872,7 +873,7 @@ def current_watchdog() -> Watchdog:
 
 
 def channel_of(group: dist.ProcessGroup | None) -> Channel:
-    """Return the channel of a process group, None the default one; always the same object."""
+    """Return the channel of a process group (None: the default one), always the same object."""
     group = group or dist.group.WORLD
     assert group is not None, "there is a process group"
     watchdog = current_watchdog()
@@ -883,7 +884,7 @@ def channel_of(group: dist.ProcessGroup | None) -> Channel:
 
 
 def _watchdog_of_thread(store: Any) -> Watchdog:
-    """Return that of a rank that is a thread: what threads do is not told apart, so none asks."""
+    """Return the watchdog of a rank that is a thread; it asks no ranks, as threads look alike."""
     found = getattr(_of_thread, "watchdog", None)
     if found is None or found.default_store is not store:
         found = _of_thread.watchdog = Watchdog(store, _HashStore(), 0, 1)
@@ -891,7 +892,7 @@ def _watchdog_of_thread(store: Any) -> Watchdog:
 
 
 def _at_start() -> None:
-    """Have the end of this process told, and that of the process group."""
+    """Report the end of this process, and of the process group, to other ranks."""
     torch_groups.around_end_of_world(after=functools.partial(_end_with_group, os.getpid()))
     atexit.register(_say_goodbye, os.getpid())
     hook = sys.excepthook
@@ -906,10 +907,10 @@ def _at_start() -> None:
 
 
 def _end_with_group(pid: int) -> None:
-    """End the threads when the group has ended: who looks for forgotten ones finds none.
+    """End the threads when the group has ended, so that checks for forgotten threads find none.
 
-    Where an exception is on its way, as in a ``finally``, others are told of it. A process that was
-    forked ends a group that its parent goes on to use.
+    If an exception is on its way, as in a ``finally``, other ranks are informed of it. A forked
+    process ends a group that its parent continues to use.
     """
     if _current is None or os.getpid() != pid:
         return
@@ -924,7 +925,7 @@ def _end_with_group(pid: int) -> None:
 
 
 def _say_goodbye(pid: int) -> None:
-    if _current is not None and os.getpid() == pid:  # Not in a process that was forked.
+    if _current is not None and os.getpid() == pid:  # Not in a forked process.
         _current.close("raised" if _current.has_raised else "ended")
         _current.linger()
         _current.end_threads()

@@ -1,9 +1,9 @@
 """XLA devices (TPU, and CPU in tests): one process traces the program of all ranks.
 
-The only package that imports torch_xla, and private names of it. `init_xla_mesh` makes meshes: by
-`spmd` for one process with all devices, by `replica` where each replica traces for itself.
-`backend` is what both have in common. `random_numbers` draws numbers that differ between ranks, and
-refuses what the host cannot read.
+Only this package imports torch_xla, including private names of it. `init_xla_mesh` makes meshes: by
+`spmd` for one process with all devices, by `replica` if each replica traces for itself. `backend`
+is the common part of both. `random_numbers` draws numbers that differ between ranks, and refuses
+operators that would read what the host cannot.
 
 Tried with torch_xla 2.9.0 on the CPU. Private names are
 ``_XLAC._xla_spmd_all_reduce`` (the public `all_reduce` does nothing under SPMD),
@@ -35,13 +35,13 @@ _MAX_NDIM = 2
 def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> DeviceMesh:
     """Make a mesh over all XLA devices.
 
-    Under `torch_xla.launch` each replica makes its own, and is one rank of it. Otherwise this
-    process traces one program for all devices, in torch_xla's SPMD mode, which is turned on here
-    and cannot be turned off again. With None as shape the mesh has one axis.
+    Under `torch_xla.launch` each replica makes its own mesh, and is one rank of it. Otherwise this
+    process traces one program for all devices, in torch_xla's SPMD mode. This call turns that mode
+    on, and it cannot be turned off again. With None as shape the mesh has one axis.
 
     Raises:
-        MeshError: The sizes do not multiply to the number of devices, more than two axes, a
-            device was used before SPMD mode was on, or it has the devices of several hosts.
+        MeshError: The product of the sizes is not the number of devices, there are more than two
+            axes, a device was used before SPMD mode was on, or the devices belong to several hosts.
     """
     is_replica = not xr.is_spmd() and "PJRT_LOCAL_PROCESS_COUNT" in os.environ
     if not is_replica:

@@ -1,4 +1,4 @@
-"""What `Backend`s of both modes have in common."""
+"""The common part of the `Backend`s of both modes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class XlaStreams(CommStreams):
-    """`CommStreams` that trace, by a region that does the collectives."""
+    """`CommStreams` that trace collectives by a region."""
 
     region: Any
 
@@ -41,7 +41,7 @@ class XlaStreams(CommStreams):
         after: Sequence[Event | None],
         of: str,
     ) -> Done:
-        """Trace gathers, each after the progress of now in the graph, and one all-gather each."""
+        """Trace gathers, one all-gather each, after the current progress in the graph."""
         for gather in gathers:
             parts = [self.region.enter_piece(piece) for piece in gather.pieces]
             if self.region.gathers_wait:
@@ -76,12 +76,12 @@ class XlaStreams(CommStreams):
 
 
 class XlaBackend(Backend):
-    """`Backend` whose collectives are traced, by a region and a communicator per mesh axis."""
+    """`Backend` whose collectives a region traces, with a communicator per mesh axis."""
 
     is_host_synchronous = False
     is_traced = True
     batches_small_groups = False
-    """Batched gathers come before the compute that they are meant to run beside: more memory."""
+    """Batched gathers would come before the compute that they overlap with: more memory."""
     why_no_groups: str
 
     def __init__(self, region: Any, axes: Sequence[AxisComm]) -> None:
@@ -95,7 +95,7 @@ class XlaBackend(Backend):
         return next(self._keys)
 
     def process_group(self, axis: int) -> Any:
-        """Refuse: there is none that could be handed out."""
+        """Refuse, since there is no process group."""
         msg = f"meshes of XLA devices have no process groups: {self.why_no_groups}."
         raise MeshError(msg)
 
@@ -104,7 +104,7 @@ class XlaBackend(Backend):
         return self._axes[axis]
 
     def for_axes(self, axes: Sequence[int]) -> Self:
-        """Refuse parts of a mesh: every device runs the one program."""
+        """Refuse parts of a mesh, since every device runs the one program."""
         if len(axes) == len(self._axes):
             return self
         msg = "a mesh of XLA devices has no submeshes: every device runs the same program."
@@ -121,11 +121,11 @@ class XlaBackend(Backend):
     def make_streams(
         self, axes: Sequence[AxisComm], share: CommStreams | None = None
     ) -> XlaStreams:
-        """Return streams; roots need not share them."""
+        """Return streams, which roots need not share."""
         return XlaStreams(self.region)
 
     def annotate_sharding(self, piece: Tensor) -> None:
-        """Have a piece spread over the devices of this process."""
+        """Spread a piece over the devices of this process."""
         self.region.spread(piece)
 
     def leave_piece(self, part: Tensor) -> Tensor:

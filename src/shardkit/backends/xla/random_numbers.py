@@ -1,8 +1,8 @@
 """Random numbers that differ between ranks, inside a region.
 
-XLA's own generator has one state for all devices of a region: each would drop the same elements of
-its part of the batch. Here they come from a counter-based generator with a key per rank: a hash of
-(key, number of the operator, index of the element), which costs no communication.
+XLA's own generator has one state for all devices of a region: each device would drop the same
+elements of its part of the batch. Here numbers come from a counter-based generator with a key per
+rank: a hash of (key, number of the operator, index of the element). That costs no communication.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class GraphOrder:
 
 # --- what the host cannot read --------------------------------------------------------------------
 #
-# XLA ends the process when such a tensor is to leave the devices, so what would is refused
-# before.
+# XLA ends the process when such a tensor must leave the devices, so operators that would do that
+# are refused before.
 
 _aten = torch.ops.aten
 _ENTERS = "SPMDFullToShardShape"
@@ -77,7 +77,7 @@ _READS = {
     _aten.repeat_interleave.Tensor,
     _aten.bincount.default,
 }
-"""Operators whose result, or its shape, the host has to know."""
+"""Operators whose result, or the shape of it, the host has to know."""
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
 _MASKED = {_aten.index.Tensor}
 _KEYS = [
@@ -96,21 +96,21 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse an operator inside a region if XLA would end the process for it.
 
     Raises:
-        StateError: It takes a tensor of the region to the host.
-        ShardedTensorError: It is one on a sharded parameter.
+        StateError: The operator takes a tensor of the region to the host.
+        ShardedTensorError: The operator reads a sharded parameter.
     """
     if func in _HARMLESS:
         return
     for arg in iter_tensors((args, kwargs), depth=0):
         if isinstance(arg, HostValues):
-            _refuse_sharded(func, getattr(arg, "base", arg))  # Of a view, what it views.
+            _refuse_sharded(func, getattr(arg, "base", arg))  # For a view, its base.
     source = _read_by(func, args, kwargs)
     if source is not None and _is_inside(source):
         _refuse_read(func)
 
 
 def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor of which the host would have to know the values."""
+    """Return the tensor whose values the host would need."""
     if func in _READS or _is_missing(func):
         return _on_xla(args)
     if func in _COPIES:
@@ -125,7 +125,7 @@ def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 @functools.cache
 def _is_missing(func: Any) -> bool:
-    """Whether torch_xla has no such operator, and has the host compute it."""
+    """Whether torch_xla lacks this operator, and lets the host compute it."""
     return not any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
 
 
@@ -134,8 +134,8 @@ def _on_xla(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def _is_inside(tensor: Tensor) -> bool:
-    """Whether a tensor is computed of what a rank has; not so of what came from outside alone."""
-    xm.wait_device_ops()  # What a run has not delivered yet would crash the next line.
+    """Whether a tensor is computed from a rank's data, and not only from tensors from outside."""
+    xm.wait_device_ops()  # Results that a run has not delivered yet would crash the next line.
     graph = torch_xla._XLAC._get_xla_tensors_hlo([tensor])
     return _ENTERS in graph
 
@@ -145,7 +145,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def described() -> Iterator[None]:
-    """Have tensors of a region printed without values: nobody has them yet."""
+    """Print tensors of a region without values, which do not exist yet."""
     before = getattr(_local, "is_inside", False)
     _local.is_inside = True
     try:
@@ -156,7 +156,7 @@ def described() -> Iterator[None]:
 
 @functools.cache
 def install_description() -> None:
-    """Let `described` work: printing takes dispatch modes away, so it is caught before."""
+    """Let `described` work: printing removes dispatch modes, so it is caught before."""
     cls: Any = Tensor
     for name in ("__repr__", "__format__"):
         setattr(cls, name, _describing(getattr(cls, name)))
@@ -198,16 +198,16 @@ def _refuse_sharded(func: Any, tensor: Any) -> NoReturn:
 # --- random numbers -------------------------------------------------------------------------------
 
 _FRACTION_BITS = {torch.bfloat16: 8, torch.float16: 11}
-"""Random bits that a dtype holds. With more, rounding could give 1.0, which no draw returns."""
+"""Random bits that a dtype holds. With more bits rounding could give 1.0, which no draw returns."""
 _MOST_BITS = 24
 _FACTOR, _SUMMAND, _MAX_STATE = 6364136223846793005, 1442695040888963407, 2**63 - 1
-"""Of the generator of states: Knuth's (MMIX)."""
+"""Constants of the generator of states: Knuth's (MMIX)."""
 
 
 def draw_seeds(num: int) -> Tensor:
-    """Return 1-D int32 on the host, drawn from the device's generator, which moves on.
+    """Return 1-D int32 on the host, drawn from the device's generator, whose state moves on.
 
-    The host draws. XLA's own draws would follow each other in the graph until the next sync: each
+    The host draws. XLA's own draws would be chained in the graph until the next sync, and each
     evaluation without a sync would be another graph.
     """
     state = xm.get_rng_state()
@@ -219,13 +219,13 @@ def draw_seeds(num: int) -> Tensor:
 class DrawApart(TorchDispatchMode):
     """A context in which random operators on XLA tensors draw with this rank's key.
 
-    Those with a generator of the user's are the same on all ranks. Operators that draw in ways
-    that are not known here are refused.
+    Draws with a user's generator are the same on all ranks. Operators that draw in unknown ways are
+    refused.
 
     Args:
-        key: One int32, another one on each rank; also for each forward.
+        key: One int32, different on each rank and for each forward.
         count: Number of the first operator.
-        may_read: The host may read tensors, as a replica's; else that is refused.
+        may_read: Whether the host may read tensors, as in a replica; else such reads are refused.
     """
 
     def __init__(self, key: Tensor, count: int = 0, *, may_read: bool = False) -> None:
@@ -236,19 +236,19 @@ class DrawApart(TorchDispatchMode):
         self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Enter, also the context of printing, which takes dispatch modes away."""
+        """Enter this context and that of printing, which removes dispatch modes."""
         if not self._may_read:
             self._contexts.enter_context(described())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave both."""
+        """Leave both contexts."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._contexts.close()
 
     def again(self) -> DrawApart:
-        """Return a context that repeats what is drawn in this one from now on."""
+        """Return a context that repeats the numbers drawn in this one from now on."""
         return DrawApart(self.key, self.count, may_read=self._may_read)
 
     def __torch_dispatch__(
@@ -258,7 +258,7 @@ class DrawApart(TorchDispatchMode):
         kwargs = kwargs or {}
         is_sharded = types and any(issubclass(each, HostValues) for each in types)
         if _is_plain(func) and "device" not in kwargs and not is_sharded:
-            return func(*args, **kwargs)  # By far the most.
+            return func(*args, **kwargs)  # By far the most operators.
         if not self._may_read:
             check(func, args, kwargs)
         on_xla = any(arg.device.type == "xla" for arg in iter_tensors((args, kwargs), depth=0))
@@ -268,11 +268,11 @@ class DrawApart(TorchDispatchMode):
             result = draw(self, *args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        # What has no XLA tensor among its arguments comes here before views are tracked.
+        # Operators without XLA tensors among their arguments come here before views are tracked.
         return result if on_xla else map_tensors(torch_tensors.track_views, result)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return numbers in [0, 1), as fine as `dtype` holds, in fp32 or wider."""
+        """Return numbers in [0, 1), with the precision of `dtype`, in fp32 or wider."""
         bits = _FRACTION_BITS.get(dtype, _MOST_BITS)
         wide = torch.promote_types(dtype, torch.float32)
         index = torch.arange(math.prod(shape), dtype=torch.int32, device=self.key.device)
@@ -291,18 +291,18 @@ class DrawApart(TorchDispatchMode):
     def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
         """Return numbers from `low` on and below `high`, in fp64."""
         numbers = self.uniform(shape, torch.float64)
-        if high - low > 1 << (_MOST_BITS // 2):  # Finer, so that all numbers come equally often.
+        if high - low > 1 << (_MOST_BITS // 2):  # More bits: all numbers are equally likely.
             numbers = numbers + self.uniform(shape, torch.float64) / (1 << _MOST_BITS)
         return (numbers * (high - low)).floor() + low
 
     def gumbel(self, shape: Sequence[int]) -> Tensor:
-        """Return what makes the largest of logarithms a draw by their weights."""
+        """Return Gumbel noise: the argmax of logarithms plus this is a draw by their weights."""
         numbers = self.uniform(shape, torch.float32) + 0.5 / (1 << _MOST_BITS)
         return -(-numbers.log()).log()
 
 
 def _shift(words: Tensor, places: int) -> Tensor:
-    """Shift int32 to the right, zeros in."""
+    """Shift int32 to the right, filling with zeros."""
     return (words >> places) & ((1 << (32 - places)) - 1)
 
 
@@ -317,7 +317,7 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _new(numbers: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a draw of a new tensor, of a size or like another."""
+    """Return a draw of a new tensor, of a given size or like another tensor."""
 
     def draw(self: DrawApart, like: Tensor | Sequence[int], **kwargs: Any) -> Tensor:
         if isinstance(like, Tensor):
@@ -376,7 +376,7 @@ def _random(self: DrawApart, like: Tensor, *bounds: int | None, **_: Any) -> Ten
 def _normal_of(
     self: DrawApart, mean: Any, std: Any = 1.0, size: Sequence[int] = (), **kwargs: Any
 ) -> Tensor:
-    """Draw by means and deviations, of which any may be a tensor."""
+    """Draw by means and deviations; each may be a tensor."""
     tensors = [each for each in (mean, std) if isinstance(each, Tensor)]
     shape = torch.broadcast_shapes(*(each.shape for each in tensors)) if tensors else size
     dtype = kwargs.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
@@ -498,7 +498,7 @@ for _overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor", "float_float"
 
 @functools.cache
 def _is_random(func: Any) -> bool:
-    """Whether an operator draws; those that are made of others come here as these."""
+    """Whether an operator draws; composite operators arrive here as their parts."""
     takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
     is_tagged = torch.Tag.nondeterministic_seeded in func.tags
     composite = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -1,8 +1,8 @@
 """Replica mode: under `torch_xla.launch` each replica traces its own program, and is one rank.
 
-As on other backends a replica has its part of the batch and its own loss. XLA wants one thing
-more: replicas that communicate must trace the same graph. So what depends on the rank is data on
-the device, never a number in the graph.
+As on other backends a replica has its part of the batch and its own loss. XLA has one more
+condition: replicas that communicate must trace the same graph. So values that depend on the rank
+are data on the device, never numbers in the graph.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _gate: threading.Barrier | None = None
 
 
 def run_graph() -> None:
-    """Run what this replica has traced; wherever graphs hold collectives, call it on all replicas.
+    """Run what this replica has traced; if graphs hold collectives, call it on all replicas.
 
-    On the CPU replicas are threads, whose collectives meet only if they come from one compiled
-    program: so one thread compiles, the others find it, and nobody traces meanwhile.
+    On the CPU replicas are threads, whose collectives match only if they come from one compiled
+    program. So one thread compiles, the others find its program, and none traces meanwhile.
 
     Raises:
-        StateError: On the CPU: another replica did not come.
+        StateError: Another replica did not come (on the CPU).
     """
     num_threads = xr.addressable_device_count()
     if xr.device_type() != "CPU" or num_threads == 1 or xr.world_size() == 1:
@@ -63,7 +63,7 @@ def run_graph() -> None:
         )
         raise StateError(msg) from error
     except BaseException:
-        gate.abort()  # The others would wait in vain.
+        gate.abort()  # The other replicas would wait in vain.
         raise
 
 
@@ -86,12 +86,12 @@ _REDUCE_TYPES = {
 
 
 class ReplicaAxis:
-    """`AxisComm` of one axis through this replica; traced, except for what lies on the host.
+    """`AxisComm` of one axis through this replica; traced, except for tensors on the host.
 
     Args:
-        groups: Ranks that communicate with each other, of the whole mesh.
+        groups: All groups of ranks in the mesh that communicate with each other.
         rank: This replica's position in its group.
-        device: This replica's.
+        device: This replica's device.
     """
 
     def __init__(self, groups: list[list[int]], rank: int, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class ReplicaAxis:
         tensor.copy_(rows[src].view(tensor.shape))
 
     def exchange(self, item: Any) -> list[Any]:
-        """See `AxisComm`. Runs what has been traced."""
+        """See `AxisComm`. This runs what has been traced."""
         payload = torch.from_numpy(np.frombuffer(pickle.dumps(item), dtype=np.uint8).copy())
         numels = torch.empty(self.size, dtype=torch.int64)
         self.all_gather(numels, torch.tensor([payload.numel()]))
@@ -169,7 +169,7 @@ class ReplicaAxis:
         ]
 
     def _run(self, like: Tensor, trace: Callable[[], Tensor]) -> Tensor:
-        """Trace a collective, in a graph of its own if its operand lies on the host."""
+        """Trace a collective, in a separate graph if its operand is on the host."""
         if like.device.type == "xla":
             return trace()
         run_graph()
@@ -179,7 +179,7 @@ class ReplicaAxis:
 
 
 class ReplicaRegion(GraphOrder):
-    """`Region` of one replica: nothing is entered or left, outside as inside is what it has."""
+    """`Region` of one replica: it has the same tensors inside and outside."""
 
     is_spmd = False
     num_ranks = 1
@@ -207,16 +207,16 @@ class ReplicaRegion(GraphOrder):
         return part
 
     def spread(self, piece: Tensor) -> None:
-        """A replica's piece is on its device."""
+        """Do nothing: a replica's piece is on its device."""
 
     def enter_shared(self, tensor: Tensor) -> Tensor:
-        """Return a copy, which may be written to."""
+        """Return a copy, which may be written."""
         return tensor.clone()
 
     def all_gather(self, parts: list[Tensor], tail_numel: int, bucket_id: int) -> list[Tensor]:
         """Return the 1-D parts of all ranks of the shard axis, end to end, by one all-gather.
 
-        Of a list: what comes are the parameters, with nothing to be cut out of.
+        It gathers a list, so the results are the parameters, and nothing has to be cut out.
         """
         return self._shard_axis.gather_each(parts)
 
@@ -231,7 +231,7 @@ class ReplicaRegion(GraphOrder):
         )
 
     def draw_apart(self) -> DrawApart:
-        """See `Region`. From equal seeds replicas draw what the ranks of SPMD mode draw."""
+        """See `Region`. With equal seeds replicas draw the same numbers as ranks of SPMD mode."""
         seeds = draw_seeds(self._num_replicas)[self._rank : self._rank + 1]
         drawing = self.drawing = DrawApart(seeds.to(self.device), may_read=True)
         return drawing

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _XLAC: Any = torch_xla._XLAC
 _REPLICATE, _SHARD = "replicate", "shard"
 _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
-"""First of the numbers of collectives; those of buckets are two apart."""
+"""First number of a collective; the numbers of buckets are two apart."""
 
 
 class SpmdRegion(GraphOrder):
@@ -72,7 +72,7 @@ class SpmdRegion(GraphOrder):
         return whole
 
     def _sharding(self, axes: Any, ndim: int) -> Any:
-        """Return how XLA is told that dim 0 of a tensor is split over mesh axes."""
+        """Return XLA's description of a tensor whose dim 0 is split over mesh axes."""
         return self._mesh.get_op_sharding((axes, *(None for _ in range(ndim - 1)))[:ndim])
 
     def enter_batch(self, tensor: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class SpmdRegion(GraphOrder):
         return self.enter(tensor, None)
 
     def _leave_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of what ranks have; its derivative is `enter_shared`."""
+        """Return the sum of the ranks' tensors; its derivative is `enter_shared`."""
         return _move(lambda t: self.leave_shared(self.sum_of_all(t)), self.enter_shared, tensor)
 
     def leave_shared(self, tensor: Tensor) -> Tensor:
@@ -113,11 +113,11 @@ class SpmdRegion(GraphOrder):
         return self.enter(piece, _SHARD)
 
     def leave_piece(self, part: Tensor) -> Tensor:
-        """Return the piece of which `part` is a rank's."""
+        """Return the piece of which a rank has `part`."""
         return self.leave(part, _SHARD, len(self._shard_groups[0]))
 
     def spread(self, piece: Tensor) -> None:
-        """Have a piece kept in parts, one per rank of the shard axis."""
+        """Keep a piece in parts, one per rank of the shard axis."""
         if _XLAC._get_xla_sharding_spec(piece):
             xs.clear_sharding(piece)  # Writes may have left it whole on every device.
         _XLAC._xla_mark_sharding(piece, self._sharding(_SHARD, 1))
@@ -127,7 +127,7 @@ class SpmdRegion(GraphOrder):
     def all_gather(self, parts: list[Tensor], tail_numel: int, bucket_id: int) -> list[Tensor]:
         """Return the 1-D parts of all ranks of the shard axis, end to end, by one all-gather.
 
-        They travel side by side, since torch_xla's all-gather of a list knows no channels.
+        They travel side by side, since torch_xla's all-gather of a list has no channels.
         """
         sizes = [*(part.numel() for part in parts), tail_numel]
         tail = torch.zeros(tail_numel, dtype=parts[0].dtype, device=self.device)
@@ -141,7 +141,7 @@ class SpmdRegion(GraphOrder):
         )
         num_rows = len(self._shard_groups[0])
         wholes = [w.reshape(-1) for w in gathered.view(num_rows, -1).split(sizes, 1)[:-1]]
-        # With one row reshaping copies nothing, and a view would keep the bucket as a whole.
+        # With one row a reshape does not copy, and a view would keep the whole bucket alive.
         return [whole.clone() for whole in wholes] if num_rows == 1 else wholes
 
     def reduce_scatter(self, whole: Tensor, scale: float, bucket_id: int) -> Tensor:
@@ -192,7 +192,7 @@ class SpmdRegion(GraphOrder):
 
 
 class _Move(torch.autograd.Function):
-    """Calls `there`. Its derivative is `back`, which has a derivative of its own."""
+    """Function that calls `there`. Its derivative is `back`, which has its own derivative."""
 
     @staticmethod
     def forward(ctx: Any, there: _Function, back: _Function, tensor: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _move(there: _Function, back: _Function, tensor: Tensor) -> Tensor:
 
 
 class SpmdAxis:
-    """One axis, all of whose ranks this process computes for: what it knows, all know."""
+    """One axis for all of whose ranks this process computes: what it knows, all ranks know."""
 
     rank = 0
 
@@ -231,7 +231,7 @@ class SpmdAxis:
         """One process has everything."""
 
     def exchange(self, item: Any) -> list[Any]:
-        """Return what the only process has."""
+        """Return the item of the only process."""
         return [item]
 
 
@@ -244,5 +244,5 @@ class SpmdBackend(XlaBackend):
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__(SpmdRegion(shape), [SpmdAxis(size) for size in shape])
         self.process_axis = SpmdAxis(1)
-        # The loss is computed outside, of the outputs of all ranks: a mean over all of them.
+        # The loss is computed outside, from the outputs of all ranks, as a mean over all ranks.
         self.gradient_weight = float(self.region.num_ranks)
