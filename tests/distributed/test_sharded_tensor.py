@@ -162,6 +162,26 @@ def test_copies_are_independent_and_detached_tensors_share_memory() -> None:
 
 
 @on_ranks(2)
+def test_views_in_inference_mode_are_those_of_other_modes() -> None:
+    """Of ordinary tensors, as torch's: a state dict of there is loaded and written elsewhere."""
+    plain, sharded = whole_and_sharded((2,))
+    with torch.inference_mode():
+        matrix = sharded.matrix
+        views = [matrix.detach(), matrix.data, matrix[1], sharded.state_dict()["matrix"]]
+        inside = matrix.clone().detach()
+    assert not any(each.is_inference() for each in views)
+    assert inside.is_inference()
+    for index, whole in enumerate((plain.matrix, plain.matrix, plain.matrix[1], plain.matrix)):
+        found: typing.Any = views[index]
+        assert torch.equal(found.full_tensor(), whole)
+    with torch.no_grad():
+        views[0].zero_()
+        views[2].fill_(1)
+    assert torch.equal(sharded.matrix.full_tensor()[1], torch.ones_like(plain.matrix[1]))
+    assert not sharded.matrix.full_tensor()[0].any()
+
+
+@on_ranks(2)
 def test_copies_have_gradients_where_torch_copies_them() -> None:
     """Of tensors, and not of parameters."""
     plain, sharded = whole_and_sharded((2,))

@@ -52,8 +52,10 @@ def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     The piece itself is passed on: a view made inside a dispatch has its own version counter, and
     writes through it would not be noticed.
     """
-    del func, kwargs
     tensor = args[0]
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        with torch.inference_mode(mode=False):  # Views of ordinary tensors are ordinary ones.
+            return same_memory(func, args, kwargs)
     return ShardedTensor(tensor.local_piece, tensor.spec, tensor.flat, tensor.flat_start)
 
 
@@ -226,6 +228,9 @@ def view_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def view_of(base: ShardedTensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(mode=False):  # As in `same_memory`.
+            return view_of(base, func, args, kwargs)
     result = func(*args, **kwargs)
     if isinstance(result, Tensor):
         return ShardedView(base, result)
