@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.utils import _python_dispatch, flop_counter
+from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 OPERATOR_KINDS: tuple[type, ...] = (
     torch._ops.OpOverload,
@@ -95,9 +95,16 @@ flattened: Any = torch._C._nn.flatten_dense_tensors
 make_wrapper: Any = Tensor._make_wrapper_subclass
 """Makes a tensor of a class with a shape, a dtype and a device, and no memory of its own."""
 
-FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
-"""Functions that count operations of floating point, by operator. The public counter is a mode that
-counts all together; each operator's own are wanted here."""
+
+def flop_formula(operator: Any) -> Callable[..., int] | None:
+    """Return the function that counts an operator's operations of floating point, if there is one.
+
+    The public counter is a mode that counts all together; each operator's own are wanted here.
+    """
+    from torch.utils import flop_counter  # Late: it imports triton.
+
+    formula: Callable[..., int] | None = flop_counter.flop_registry.get(operator)
+    return formula
 
 
 def track_views(tensor: Tensor) -> Tensor:
