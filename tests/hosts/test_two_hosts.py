@@ -21,7 +21,7 @@ pytestmark = pytest.mark.hosts
 
 SCRIPT = host_training.__file__
 LIMIT_S = 240  # Of a run; an idle machine takes a tenth.
-TOLD_S = 40  # 12 and a second for each rank that is not there, on an idle machine.
+TOLD_S = 40  # Of SILENT 10, and a second for each rank that is not there, on an idle machine.
 STEPS = 12
 Hosts = tuple[Host, Host]
 
@@ -46,18 +46,21 @@ def launch_both(
     hosts: Hosts,
     folder: pathlib.Path,
     *,
-    options: Sequence[str] = (),
+    options: Sequence[str] = ("--num_machines", "2", "--num_processes", "4"),
     script: Sequence[str] = (),
     **more: str,
 ) -> list[Running]:
-    """Start it on both, with two ranks each."""
-    common = ("--num_machines", "2", "--num_processes", "4", "--main_process_ip", hosts[0].address)
+    """Start it on both, with two ranks each by default."""
+    common = ("--main_process_ip", hosts[0].address)
     return [
         launch(host, folder, (*common, "--machine_rank", str(number), *options), script, **more)
         for number, host in enumerate(hosts)
     ]
 
 
+ONE_RANK_EACH = ("--num_machines", "2", "--num_processes", "2")
+PAUSED = ("--pause", "2", "--pause-at", "6")
+SILENT = {"SHARDKIT_SILENT_AFTER_S": "10"}
 ELASTIC = ("--nnodes", "1:2", "--max-restarts", "2", "--rdzv-conf", "last_call_timeout=5")
 
 
@@ -116,7 +119,8 @@ def test_two_hosts_train_as_one_does(hosts: Hosts, tmp_path: pathlib.Path) -> No
 
 def test_a_host_that_is_killed(hosts: Hosts, tmp_path: pathlib.Path) -> None:
     """The ranks of the other one are told which it was, and go on without it."""
-    a, b = launch_both(hosts, tmp_path, options=ELASTIC, script=["--pause", "2", "--pause-at", "6"])
+    options = (*ELASTIC, "--nproc-per-node", "2")
+    a, b = launch_both(hosts, tmp_path, options=options, script=PAUSED, **SILENT)
     lost = a.wait_for("step 6 of 4 ranks", LIMIT_S)
     b.kill()
     told = a.wait_for("RankMismatchError: ", LIMIT_S)
@@ -124,7 +128,7 @@ def test_a_host_that_is_killed(hosts: Hosts, tmp_path: pathlib.Path) -> None:
     assert ended.code == 0, ended.output
     assert told - lost < TOLD_S
     assert "rank 2 has not answered" in ended.output
-    assert "on host-b, or the host is gone" in ended.output
+    assert "on host-b, or that host is lost" in ended.output
     assert "going on from step 4 with 2 ranks on host-a" in ended.output
     assert {ranks for ranks, _ in losses_of(tmp_path)[STEPS]} == {2}
     assert_all_steps_are_plain(tmp_path)
@@ -134,9 +138,8 @@ def test_a_host_that_is_killed(hosts: Hosts, tmp_path: pathlib.Path) -> None:
 def test_a_cable_that_is_cut(hosts: Hosts, tmp_path: pathlib.Path) -> None:
     """Also where both hosts have one name, and the same process ids."""
     # One rank is each host's only one: it is the fourth process there, on both.
-    options = (*ELASTIC, "--num_processes", "2")
-    script = ["--pause", "2", "--pause-at", "6"]
-    a, b = launch_both(hosts, tmp_path, options=options, script=script)
+    options = (*ELASTIC, "--nproc-per-node", "1")
+    a, b = launch_both(hosts, tmp_path, options=options, script=PAUSED, **SILENT)
     lost = a.wait_for("step 6 of 2 ranks", LIMIT_S)
     hosts[1].cut()
     told = [each.wait_for("RankMismatchError: ", LIMIT_S) for each in (a, b)]
@@ -154,7 +157,7 @@ def test_a_slow_cable(hosts: Hosts, tmp_path: pathlib.Path) -> None:
     """It takes its time, and nothing is an error."""
     for host in hosts:
         host.slow_down("1mbit")
-    a, b = launch_both(hosts, tmp_path, options=["--num_processes", "2"])
+    a, b = launch_both(hosts, tmp_path, options=ONE_RANK_EACH)
     for running in (a, b):
         ended = running.wait(LIMIT_S)
         assert ended.code == 0, ended.output
@@ -164,7 +167,7 @@ def test_a_slow_cable(hosts: Hosts, tmp_path: pathlib.Path) -> None:
 
 def test_an_interface_that_leads_nowhere(hosts: Hosts, tmp_path: pathlib.Path) -> None:
     wrong = {"GLOO_SOCKET_IFNAME": "lo"}
-    for running in launch_both(hosts, tmp_path, options=["--num_processes", "2"], **wrong):
+    for running in launch_both(hosts, tmp_path, options=ONE_RANK_EACH, **wrong):
         ended = running.wait(LIMIT_S)
         assert ended.code == 1, ended.output
         assert "GLOO_SOCKET_IFNAME=lo: lo leads to no other host (host-" in ended.output

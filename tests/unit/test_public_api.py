@@ -201,6 +201,7 @@ HEAVY = (
     "torch._dynamo",
     "torch._inductor",
     "torch.distributed.tensor",
+    "torch.utils.flop_counter",  # Imports triton where it is installed.
     "torch_xla",
     "triton",
     "sympy",

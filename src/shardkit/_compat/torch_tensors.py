@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.utils import _python_dispatch, flop_counter
+from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 OPERATOR_KINDS: tuple[type, ...] = (
     torch._ops.OpOverload,
@@ -95,9 +95,16 @@ flattened: Any = torch._C._nn.flatten_dense_tensors
 make_wrapper: Any = Tensor._make_wrapper_subclass
 """Function that makes a tensor of a class with shape, dtype and device, but without memory."""
 
-FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
-"""Functions that count floating-point operations, by operator. The public counter is a mode, which
-only counts all operators together."""
+
+def flop_formula(operator: Any) -> Callable[..., int] | None:
+    """Return the function that counts an operator's floating-point operations; None: unknown.
+
+    The public counter is a mode, which only counts all operators together.
+    """
+    from torch.utils import flop_counter  # Late: it imports triton.
+
+    formula: Callable[..., int] | None = flop_counter.flop_registry.get(operator)
+    return formula
 
 
 def track_views(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from shardkit._compat.torch_tensors import FLOP_FORMULAS
+from shardkit._compat.torch_tensors import flop_formula
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +133,7 @@ def flops_of(func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) ->
         wide, deep = query.shape[-1], value.shape[-1]
         of_score = 2 * (3 * wide + 2 * deep if is_backward else wide + deep)
         return int(math.prod(query.shape[:-1]) * key.shape[-2] * of_score)
-    formula = FLOP_FORMULAS.get(func.overloadpacket)
+    formula = flop_formula(func.overloadpacket)
     if formula is not None:
         out = results[0] if len(results) == 1 else results
         with contextlib.suppress(Exception):  # Formulas may be users', and may raise.
