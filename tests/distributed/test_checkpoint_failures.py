@@ -23,6 +23,7 @@ from models import CASES, MLP
 from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
 from shardkit.checkpoint._dcp import item_file
+from shardkit.optim import MatrixOptimizer
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -188,6 +189,29 @@ def load_by(folder: str, kind: str) -> str:
         assert not optimizer.state, "nothing is changed"
         return str(error)
     return ""
+
+
+def load_by_matrices(folder: str, kind: str) -> str:
+    model, _ = make_sharded(CASES["mlp"], (2,))
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    optimizer = MatrixOptimizer(matrices, getattr(torch.optim, kind), lr=0.1)
+    others = torch.optim.AdamW(param for param in model.parameters() if param.ndim != 2)
+    try:
+        checkpoint.load(folder, model, [optimizer, others])
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.helpers
+def test_state_of_another_class_is_named_to_matrix_optimizers(
+    spawn: Spawn, tmp_path: pathlib.Path
+) -> None:
+    path = str(tmp_path / "x")
+    spawn(save_by, 2, path, "AdamW")
+    for kind in ("Muon", "Adafactor"):
+        for said in spawn(load_by_matrices, 2, path, kind):
+            assert f"which {kind} does not keep: another class of optimizer was saved" in said
 
 
 @pytest.mark.helpers

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardkit._compat import torch_modules
 from shardkit._errors import StateError
+from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state, groups_in
 from shardkit._module.on_meta import buffers_on_meta, execute_sharding, params_on_meta
 from shardkit._params.bucket import WholeValues
@@ -64,8 +65,8 @@ class InitializedModule:
 
     name: str
     module: nn.Module
-    # The module, and containers of parameters in it, which are no units.
-    holders: list[nn.Module]
+    # The module, and containers of parameters in it, by name. The containers are no units.
+    holders: dict[str, nn.Module]
     # Lists of calls that give it values; the first list that writes all of them is enough.
     initializers: list[list[Callable[[], object]]]
 
@@ -89,16 +90,16 @@ def units_of(
             initializers = list(_defaults(module, owner))
         else:
             initializers = [[functools.partial(init_fn, module)]]
-        yield InitializedModule(name, module, list(_with_containers(module)), initializers)
+        yield InitializedModule(name, module, dict(_with_containers(name, module)), initializers)
 
     yield from visit("", model, None)
 
 
-def _with_containers(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
+def _with_containers(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for child_name, child in module.named_children():
         if isinstance(child, _CONTAINERS):
-            yield from _with_containers(child)
+            yield from _with_containers(f"{name}.{child_name}".removeprefix("."), child)
 
 
 def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[list[Callable[[], object]]]:
@@ -271,7 +272,9 @@ class StandIns(TorchFunctionMode):
         self._device = device
         self._pending = pending
         self._take = take
-        self._own = [place for place in _places_in(unit.holders) if id(place.tensor) in pending]
+        self._own = [
+            place for place in _places_in(unit.holders.values()) if id(place.tensor) in pending
+        ]
         self._stand_ins: dict[int, Tensor] = {}
         for place in self._own:
             if id(place.tensor) not in self._stand_ins:
@@ -577,15 +580,16 @@ class Filling:
 
     def _wanted_of(self, unit: InitializedModule) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a unit that have no values yet."""
-        for place in _places_in(unit.holders):
-            if id(place.tensor) in self._pending:
-                yield f"{unit.name}.{place.attribute}".removeprefix("."), place.tensor
+        for name, holder in unit.holders.items():
+            for place in _places_in([holder]):
+                if id(place.tensor) in self._pending:
+                    yield f"{name}.{place.attribute}".removeprefix("."), place.tensor
 
     def _writes_inside(self, unit: InitializedModule) -> bool:
         """Whether a unit has an initialization that may write tensors of modules inside."""
         if self._has_init_fn or not unit.initializers:
             return False
-        own = {id(place.tensor) for place in _places_in(unit.holders)}
+        own = {id(place.tensor) for place in _places_in(unit.holders.values())}
         held = [*unit.module.parameters(), *unit.module.buffers()]
         return any(id(tensor) in self._fresh and id(tensor) not in own for tensor in held)
 
@@ -659,7 +663,7 @@ class Filling:
             claimed |= {id(tensor) for _, tensor in wanted}
             if wanted and not unit.initializers:
                 names += [name for name, _ in wanted]
-                kinds[type(unit.module).__name__] = None
+                kinds[own_class(unit.module).__name__] = None
         if names:
             msg = (
                 f"materialize has no way to give values to {listed(names)}: {', '.join(kinds)} has "
@@ -696,7 +700,7 @@ class Filling:
         wanted = list(self._wanted_of(unit))
         if not wanted and not self._writes_inside(unit):
             return freed  # Tied to what an earlier module has initialized.
-        own = {id(place.tensor) for place in _places_in(unit.holders)}
+        own = {id(place.tensor) for place in _places_in(unit.holders.values())}
         take = functools.partial(self._take_inside, own)
         with StandIns(unit, self.device, self._pending, take) as stand_ins:
             for calls in unit.initializers:
@@ -737,7 +741,7 @@ class Filling:
                 for call in calls:
                     call()
         except Exception as error:
-            kind = type(unit.module).__name__
+            kind = own_class(unit.module).__name__
             error.add_note(f"while materialize() initialized {unit.name or 'the root'!r}, a {kind}")
             raise
 

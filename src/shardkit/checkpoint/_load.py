@@ -507,6 +507,8 @@ _KEPT = {
     "RMSprop": ("step", "square_avg", "momentum_buffer", "grad_avg"),
     "Rprop": ("step", "prev", "step_size"),
     "ASGD": ("step", "eta", "mu", "ax"),
+    "Adafactor": ("step", "row_var", "col_var", "variance"),
+    "Muon": ("momentum_buffer",),
 }
 """State that torch's optimizers keep for each parameter."""
 _KEPT_BESIDE = ("step", "master")  # Not compared: an inner optimizer may keep them.
@@ -521,7 +523,7 @@ def _compare_classes(
     """Note state that an optimizer never uses, since another class of optimizer saved it."""
     for optimizer in as_optimizers(optimizers):
         kind = getattr(optimizer, "optimizer_class", type(optimizer))
-        is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in _KEPT
+        is_known = f"{kind.__module__}.".startswith("torch.optim.") and kind.__name__ in _KEPT
         kept: Collection[str]
         if is_known:
             kept = _KEPT[kind.__name__]

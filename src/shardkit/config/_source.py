@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from types import ModuleType
 
 _OF_DICT = "config"
@@ -75,6 +76,12 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
     """Read a file of YAML or JSON, or use a dict."""
     if isinstance(source, (str, os.PathLike)):
         return _read_file(Path(source))
+    if not isinstance(source, Mapping):
+        kind = type(source).__name__
+        msg = (
+            f"a config must be the path of a file, or a dict of its fields, got one of type {kind}."
+        )
+        raise ConfigError(msg)
     return _of_mapping([""], source, SourceLine(_OF_DICT))
 
 

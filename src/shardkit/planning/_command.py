@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -91,7 +92,8 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
             config.json of transformers or of its folder, for a causal language model.
 
     Raises:
-        ConfigError: The text names nothing of this kind, or the function raises an `OSError`.
+        ConfigError: The text names nothing of this kind, or the function raises an `OSError`, or
+            returns anything else.
     """
     path = Path(text)
     if path.exists():
@@ -115,6 +117,11 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
         )
         raise ConfigError(msg)
     try:
+        inspect.signature(make).bind()
+    except (TypeError, ValueError) as error:
+        msg = f"MODEL must name a function that needs no arguments; {text!r}: {error}."
+        raise ConfigError(msg) from error
+    try:
         with torch.device("meta"):
             made = make()
     except OSError as error:
@@ -123,9 +130,16 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
         where = next((f for f in reversed(frames) if f.filename == file), frames[-1])
         msg = f"{text} failed at line {where.lineno} of {where.filename}: {error}."
         raise ConfigError(msg) from error
-    if isinstance(made, tuple):
-        return made
-    return made, None
+    match made:
+        case nn.Module():
+            return made, None
+        case (nn.Module() as model, batch):
+            return model, batch
+    msg = (
+        f"MODEL must name a function that returns a model, or a tuple of a model and a batch; "
+        f"{text!r} returned an object of type {type(made).__name__}."
+    )
+    raise ConfigError(msg)
 
 
 def _model_of_transformers(path: Path) -> nn.Module:

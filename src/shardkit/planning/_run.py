@@ -177,7 +177,11 @@ def _local(tensor: Any) -> Tensor:
 def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer | None:
     if run.optimizer is None:
         return None
-    optimizer = run.optimizer([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        msg = "a plan is of a training step, and no parameter of the model requires a gradient."
+        raise ConfigError(msg)
+    optimizer = run.optimizer(trained)
     for group in optimizer.param_groups:
         # On meta, torch does not make the choice that it makes on an accelerator.
         if not run.on_cpu and group.get("foreach", True) is None and not group.get("fused"):

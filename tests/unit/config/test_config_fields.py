@@ -446,6 +446,12 @@ def test_a_fifo_is_no_config_file(tmp_path: pathlib.Path) -> None:
         from_config(tmp_path / "fsdp.yaml")
 
 
+@pytest.mark.parametrize("source", [5, [], b"fsdp.yaml"])
+def test_what_is_no_file_and_no_dict_is_refused(source: typing.Any) -> None:
+    with pytest.raises(ConfigError, match="must be the path of a file, or a dict of its fields"):
+        from_config(source)
+
+
 def test_a_dict_that_holds_itself() -> None:
     fields: Fields = {}
     fields["fsdp_config"] = fields

@@ -37,6 +37,23 @@ def test_modules_without_a_way_are_named_before_anything_is_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(2), torch.ones(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales[0]
+
+
+def test_parameters_in_lists_have_their_names_and_sharded_modules_their_class() -> None:
+    mesh, _ = recording_mesh((1,))
+    model = fully_shard(on_meta(Scaled), mesh)
+    expected = "to 'scales.0', 'scales.1': Scaled has no reset_parameters"
+    with pytest.raises(StateError, match=expected):
+        materialize(model)
+
+
 @pytest.mark.parametrize(
     "parametrized", [parametrizations.weight_norm, parametrizations.spectral_norm]
 )

@@ -213,6 +213,13 @@ def test_a_model_that_needs_values_is_named() -> None:
     planned()  # Nothing of the failed plan is left.
 
 
+def test_a_model_that_trains_nothing_is_refused() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    for model in (frozen, nn.ReLU()):
+        with pytest.raises(ConfigError, match="no parameter of the model requires a gradient"):
+            plan(model, torch.empty(2, 4), mesh=2, device="cpu")
+
+
 def test_arguments_that_fit_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank must be from 0 to 3"):
         planned(rank=4)

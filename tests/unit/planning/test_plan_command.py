@@ -69,6 +69,15 @@ made = nn.Linear(2, 2)
 
 def without_its_file():
     return torch.load("no-such-weights.pt")
+
+def of_size(size):
+    return nn.Linear(size, size)
+
+def returns_none():
+    pass
+
+def three():
+    return model(), torch.empty(8, 64), torch.empty(8)
 """
 
 
@@ -155,6 +164,9 @@ def test_a_config_without_ranks_needs_a_mesh(
         ("no_such_module:model", "must be module:function"),
         ("planned_module:model", "--batch must be given"),
         ("planned_module:without_its_file", "failed at line 14 of"),
+        ("planned_module:of_size", "needs no arguments; 'planned_module:of_size': missing a req"),
+        ("planned_module:returns_none", "returned an object of type NoneType"),
+        ("planned_module:three", "returned an object of type tuple"),
     ],
 )
 def test_what_cannot_be_planned_exits_with_1(
