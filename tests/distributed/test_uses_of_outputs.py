@@ -212,6 +212,47 @@ def test_a_parameter_may_be_returned(spawn: Spawn, reshard_after_forward: bool) 
     assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
+class ShowsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> typing.Any:
+        return torch.tanh(super().forward(x)), self.weight.t()[:2]
+
+
+class PenalizesViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ShowsWeight(7, 7) for _ in range(3))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> typing.Any:
+        views = []
+        for layer in self.layers:
+            x, view = layer(x)
+            views.append(view)
+        return self.head(x) + torch.stack([view.square().mean() for view in views]).sum()
+
+
+def train_on_views(reshard_after_forward: bool) -> Differences:
+    plain = PenalizesViews()
+    case = Case(PenalizesViews, lambda model: list(model.layers), regression_batch, whole)
+    model = copy.deepcopy(plain)
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard_after_forward)
+    return compare_training(case, fully_shard(model), plain)
+
+
+def test_views_of_parameters_may_be_returned_where_these_stay(spawn: Spawn) -> None:
+    found = spawn(train_on_views, 2, False)
+    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+def test_a_view_of_a_freed_parameter_raises(spawn_errors: Spawn) -> None:
+    """To read freed memory would end the process."""
+    for error in spawn_errors(train_on_views, 2, True):
+        assert error is not None
+        assert error.type_name == "FreedParameterError"
+        assert "'layers.0.weight'" in error.message
+
+
 # --- written in place -----------------------------------------------------------------------------
 
 

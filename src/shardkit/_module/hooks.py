@@ -345,12 +345,15 @@ class ModuleState:
                     is_recompute=forward.is_recompute,
                 )
             return output
+        tensors = [*iter_tensors(output)]
         outputs = []
         if torch.is_grad_enabled():
             # Not a parameter that it returns as it is: a hook would stay on that for ever.
-            outputs = [t for t in iter_tensors(output) if t.requires_grad and not t.is_leaf]
+            outputs = [t for t in tensors if t.requires_grad and not t.is_leaf]
         if runtime is not None:
             if group is not None:
+                if views := [t for t in tensors if t._is_view()]:  # noqa: SLF001 - documented
+                    group.note_views(views)
                 leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward
                 with self._abandoning_trace() if forward.is_root else _NOTHING:
                     leave(group, record, outputs, module)

@@ -15,6 +15,7 @@ Without casts and other ranks the unsharded buffer IS the shard.
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,13 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_tensors
 from shardkit._layout import FlatLayout
-from shardkit._params.memory import NAME_ATTRIBUTE, Buffer, class_without_memory
+from shardkit._params.memory import (
+    NAME_ATTRIBUTE,
+    Buffer,
+    allow_leaf,
+    class_without_memory,
+    refuse_leaf,
+)
 from shardkit._settings import CPUOffloadPolicy, GradientPiece
 from shardkit._tensor.ops import StateAllocator
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
@@ -312,6 +319,7 @@ class Store(ABC):
         self.entries = entries
         self._gathered_version = -1
         self._classes: list[type] = []
+        self._views: list[tuple[weakref.ref[Tensor], str]] = []
         self._cuts: list[list[_Cut]] = []
 
     # --- the shard ---
@@ -407,11 +415,22 @@ class Store(ABC):
         """Let the unsharded parameters be used."""
         for param, cls in zip(self.unsharded, self._classes, strict=True):
             param.__class__ = cls
+        for view, _ in self._views:
+            allow_leaf(view())
 
     def _refuse_use(self) -> None:
         """Let any use of the unsharded parameters raise."""
         for param, cls in zip(self.unsharded, self._classes, strict=True):
             param.__class__ = class_without_memory(cls)
+        for view, name in self._views:
+            refuse_leaf(view(), name)
+
+    def note_view(self, view: Tensor) -> None:
+        """Let a view of an unsharded parameter, which its module returns, be refused as that is."""
+        base: Any = view._base  # noqa: SLF001 - documented for this use
+        if type(view) is Tensor and any(base is param for param in self.unsharded):
+            alive = [known for known in self._views if known[0]() is not None]
+            self._views = [*alive, (weakref.ref(view), base.__dict__[NAME_ATTRIBUTE])]
 
     # --- what a forward writes to its own parameters ---
 

@@ -317,6 +317,20 @@ class FreedLeaf(_Freed, Tensor):  # type: ignore[misc]
         return self
 
 
+def refuse_leaf(tensor: Tensor | None, name: str) -> None:
+    """Let any use of a plain tensor raise: the memory of the named parameter is gone."""
+    if tensor is not None:
+        tensor.__dict__[NAME_ATTRIBUTE] = name
+        tensor.__class__ = FreedLeaf
+
+
+def allow_leaf(tensor: Any) -> None:
+    """Let it be used again."""
+    is_freed = type(tensor) is FreedLeaf
+    if is_freed:
+        tensor.__class__ = Tensor
+
+
 @functools.cache
 def class_without_memory(cls: type) -> type:
     """Return the class that replaces the class of an unsharded parameter, e.g. a DTensor's."""

@@ -310,6 +310,12 @@ class ParamGroup:
                 return True
         return False
 
+    def note_views(self, outputs: Sequence[Tensor]) -> None:
+        """Know views of unsharded parameters among what a forward returns."""
+        for view in outputs:
+            for store in self.gathered:
+                store.note_view(view)
+
     def note_writes(self) -> list[tuple[Store, int]]:
         """Return the places of written unsharded parameters, and count these writes as known."""
         moved = [(b.store, i) for b in self.buckets for i in b.store.take_back()]
