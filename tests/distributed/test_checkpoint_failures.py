@@ -65,6 +65,20 @@ def fail_to_collect(folder: str) -> None:
     checkpoint.save(pathlib.Path(folder, "x"), model, loader=Unsavable())
 
 
+def save_to_another_name(folder: str) -> None:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    checkpoint.save(pathlib.Path(folder, f"rank{dist.get_rank()}"), model)
+
+
+def test_ranks_that_save_to_different_names_are_refused(
+    spawn_errors: Spawn, tmp_path: pathlib.Path
+) -> None:
+    for error in spawn_errors(save_to_another_name, 2, str(tmp_path)):
+        assert error.type_name == "CheckpointError"
+        assert "'rank0' on rank 0 and 'rank1' on rank 1" in error.message
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("fail", "reason"),
     [(fail_to_write, "No space left on device"), (fail_to_collect, "RuntimeError: not now")],

@@ -12,6 +12,7 @@ process: a wait for a rank that has ended returns at once with an error.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import secrets
@@ -20,6 +21,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -46,6 +48,10 @@ _MESSAGE = struct.Struct("<IIQQQQ")
 """Lane, block, number of the message, bytes, and the number of messages read of each lane."""
 
 _NUM_LANES = 2
+_SHORTAGES = (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
+"""Numbers of errors of a send that may succeed a little later."""
+
+_RETRY_S = 0.001
 _SMALLEST_BLOCK = 1 << 16
 _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(4)
 _REMEDY = (
@@ -262,6 +268,7 @@ class SharedMemory:
             for peer in late:
                 poll.register(peer.connection, select.POLLOUT)
             poll.poll()
+            time.sleep(_RETRY_S)  # There may be room, but another shortage.
 
     # --- receiving ---
 
@@ -365,8 +372,10 @@ def _send(peer: _Peer) -> None:
                 peer.connection.sendmsg([message], [extra], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
-        except OSError:
-            pass  # The peer has ended, or ended all waits. A wait for it will raise.
+        except OSError as error:
+            if error.errno in _SHORTAGES:
+                return
+            # Else the peer has ended, or ended all waits. A wait for it will raise.
         if descriptor is not None:
             os.close(descriptor)
         peer.unsent.popleft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -199,6 +200,29 @@ def test_a_rank_may_be_far_ahead() -> None:
     for thread in threads:
         thread.join(timeout=30)
     assert done == [True, True]
+
+
+class ShortOfMemory:
+    """A connection over which the first sends fail, as the system may let them."""
+
+    def __init__(self, connection: socket.socket, times: int) -> None:
+        self._connection = connection
+        self._times = times
+
+    def __getattr__(self, name: str) -> typing.Any:
+        if name in {"send", "sendmsg"} and self._times > 0:
+            self._times -= 1
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+        return getattr(self._connection, name)
+
+
+def test_a_send_for_which_there_is_no_memory_is_repeated() -> None:
+    first, second = connected(2)
+    (peer,) = first._peers  # noqa: SLF001
+    peer.connection = typing.cast("socket.socket", ShortOfMemory(peer.connection, 5))
+    for value in (1, 2):
+        share(first, value)
+        assert values(share(second, value + 10)) == [value]
 
 
 # --- ends -----------------------------------------------------------------------------------------

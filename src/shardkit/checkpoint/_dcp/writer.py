@@ -279,16 +279,24 @@ class CheckpointWriter(FileSystemWriter):
         return StorageMeta(checkpoint_id=self.target, save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged: the coordinator makes the directory after all have planned."""
-        return plan
+        """Add the name; the coordinator makes the directory after all have planned."""
+        return replace(plan, storage_data=self.target.name)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the directory; called by the coordinator before any rank writes.
 
         Raises:
-            CheckpointError: The name is taken.
+            CheckpointError: The name is taken, or ranks have different names.
             OSError: The directory cannot be made.
         """
+        names = [plan.storage_data for plan in plans]
+        if len(set(names)) > 1:
+            other = next(rank for rank, name in enumerate(names) if name != names[0])
+            msg = (
+                f"ranks save to different names, {names[0]!r} on rank 0 and {names[other]!r} on "
+                f"rank {other}. Pass the same path on all ranks: each writes a file of its own there."
+            )
+            raise CheckpointError(msg)
         self._new = directory.prepare(self.target, overwrite=self.overwrite)
         self._before = directory.stamp(self.target)
         return [
