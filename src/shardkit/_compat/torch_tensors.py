@@ -46,6 +46,16 @@ def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> 
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
+def in_dispatch() -> bool:
+    """Whether a `__torch_dispatch__` runs, or torch looks for the one to call.
+
+    Torch 2.10 and 2.11 ask there whether an object is a DTensor, and then read what only a DTensor
+    has.
+    """
+    key: Any = torch._C.DispatchKey
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(key.PythonTLSSnapshot)
+
+
 def in_function_transform() -> bool:
     """Whether a transform of `torch.func` runs, such as vmap or jvp."""
     return torch._C._functorch.peek_interpreter_stack() is not None

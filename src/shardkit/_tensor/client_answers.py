@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
+from shardkit._compat import torch_tensors
 from shardkit._errors import ShardedTensorError
 from shardkit._host_values import HostValues
 
@@ -74,10 +75,11 @@ class ClientAnswers(HostValues):
 
     @property
     def __class__(self) -> type:
-        """The class, or the claimed one (`answer_to`)."""
-        if _Claimed.cls is None or getattr(_truth, "is_asked", False):
+        """The class, or the claimed one (`answer_to`), but the class for torch's dispatcher."""
+        claimed = _Claimed.cls
+        if claimed is None or getattr(_truth, "is_asked", False) or torch_tensors.in_dispatch():
             return type(self)
-        return _Claimed.cls
+        return claimed
 
     @__class__.setter
     def __class__(self, cls: type) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import default_planner, planner_helpers
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardkit
 from recording import recording_mesh
@@ -289,3 +290,29 @@ def test_placements_say_that_no_dim_is_cut() -> None:
         _ = cut.dim
     with pytest.raises(ShardedTensorError, match=r"is_shard\(0\) is asked of FlatShard"):
         cut.is_shard(0)
+
+
+class Asking(TorchDispatchMode):
+    """Asks what class a tensor is of, as torch 2.10 and 2.11 do before they call an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: typing.Any, types: object, args: typing.Any = (), kwargs: typing.Any = None
+    ) -> typing.Any:
+        del types
+        self.answers.append(isinstance(args[0], DTensor))
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_install_torchs_dispatcher_gets_the_class() -> None:
+    with shardkit.install():
+        param = sharded_layers(2, 0).get_parameter("last.weight")
+        with Asking() as asking:
+            param.detach()
+            with torch.inference_mode():
+                assert isinstance(param, DTensor)
+        assert isinstance(param, DTensor)
+    assert asking.answers == [False]

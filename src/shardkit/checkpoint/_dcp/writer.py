@@ -294,7 +294,7 @@ class CheckpointWriter(FileSystemWriter):
             other = next(rank for rank, name in enumerate(names) if name != names[0])
             msg = (
                 f"ranks save to different names, {names[0]!r} on rank 0 and {names[other]!r} on "
-                f"rank {other}. Pass the same path on all ranks: each writes a file of its own there."
+                f"rank {other}. Pass the same path on all ranks: each writes its own file there."
             )
             raise CheckpointError(msg)
         self._new = directory.prepare(self.target, overwrite=self.overwrite)
