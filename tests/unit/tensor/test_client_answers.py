@@ -311,8 +311,8 @@ def test_under_install_torchs_dispatcher_gets_the_class() -> None:
     with shardkit.install():
         param = sharded_layers(2, 0).get_parameter("last.weight")
         with Asking() as asking:
-            param.detach()
-            with torch.inference_mode():
-                assert isinstance(param, DTensor)
+            torch.neg(param)
         assert isinstance(param, DTensor)
+        with torch.inference_mode():
+            assert isinstance(param, DTensor)
     assert asking.answers == [False]
