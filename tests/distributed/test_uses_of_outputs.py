@@ -197,9 +197,13 @@ def with_returned_bias(model: nn.Module, batch: Batch) -> Tensor:
     return loss_of(output + bias, y)
 
 
-def train_with_returned_bias(reshard_after_forward: bool) -> Differences:
-    plain = ReturnsBias()
-    case = Case(ReturnsBias, lambda model: list(model.layers), regression_batch, with_returned_bias)
+def train_layers(
+    make: Callable[[], typing.Any],
+    loss: Callable[[nn.Module, Batch], Tensor],
+    reshard_after_forward: bool,
+) -> Differences:
+    plain = make()
+    case = Case(make, lambda model: list(model.layers), regression_batch, loss)
     model = copy.deepcopy(plain)
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward)
@@ -208,7 +212,7 @@ def train_with_returned_bias(reshard_after_forward: bool) -> Differences:
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_parameter_may_be_returned(spawn: Spawn, reshard_after_forward: bool) -> None:
-    found = spawn(train_with_returned_bias, 2, reshard_after_forward)
+    found = spawn(train_layers, 2, ReturnsBias, with_returned_bias, reshard_after_forward)
     assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
@@ -231,23 +235,14 @@ class PenalizesViews(nn.Module):
         return self.head(x) + torch.stack([view.square().mean() for view in views]).sum()
 
 
-def train_on_views(reshard_after_forward: bool) -> Differences:
-    plain = PenalizesViews()
-    case = Case(PenalizesViews, lambda model: list(model.layers), regression_batch, whole)
-    model = copy.deepcopy(plain)
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=reshard_after_forward)
-    return compare_training(case, fully_shard(model), plain)
-
-
 def test_views_of_parameters_may_be_returned_where_these_stay(spawn: Spawn) -> None:
-    found = spawn(train_on_views, 2, False)
+    found = spawn(train_layers, 2, PenalizesViews, whole, False)
     assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
 def test_a_view_of_a_freed_parameter_raises(spawn_errors: Spawn) -> None:
     """To read freed memory would end the process."""
-    for error in spawn_errors(train_on_views, 2, True):
+    for error in spawn_errors(train_layers, 2, PenalizesViews, whole, True):
         assert error is not None
         assert error.type_name == "FreedParameterError"
         assert "'layers.0.weight'" in error.message
