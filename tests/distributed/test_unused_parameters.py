@@ -156,6 +156,96 @@ def test_backwards_without_a_forward_of_their_own(
     assert spawn(different_heads_in_several_backwards, 2, go_backward) == [[True] * 8] * 2
 
 
+class RankedExperts(nn.Module):
+    """A layer of more than 1 MiB. A forward uses one of its experts, or all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.wide = nn.Linear(5, 60_000)
+
+    def forward(self, x: Tensor, chosen: int | None) -> Tensor:
+        experts = self.experts if chosen is None else [self.experts[chosen]]
+        y = torch.stack([expert(x) for expert in experts]).sum(0) + self.wide(x)[:, :5]
+        return x + torch.tanh(y)
+
+
+class ExpertLayers(nn.Module):
+    """Layers whose experts are chosen by the rank, between parameters of the root."""
+
+    def __init__(self, has_input_layer: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5) if has_input_layer else nn.Identity()
+        self.layers = nn.ModuleList(RankedExperts() for _ in range(3))
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, chosen: int | None) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, chosen)
+        return self.last(x).mean()
+
+
+def choice_of(rank: int) -> int | None:
+    return rank or None
+
+
+def detached_target(model: nn.Module, x: Tensor, rank: int) -> None:
+    target = model(x + 1, choice_of(rank)).detach()
+    (model(x, choice_of(rank)) - target).square().backward()
+
+
+def two_forwards_before_two_backwards(model: nn.Module, x: Tensor, rank: int) -> None:
+    losses = [model(x + index, choice_of(rank)) for index in range(2)]
+    for loss in losses:
+        loss.sin().backward()
+
+
+def a_product_of_two_forwards(model: nn.Module, x: Tensor, rank: int) -> None:
+    (model(x, choice_of(rank)) * model(x + 1, 1 + rank)).backward()
+
+
+def the_first_layer_twice(model: nn.Module, x: Tensor, rank: int) -> None:
+    """The layer's first forward has inputs that require no gradients; autograd reports no exit."""
+    (model.layers[0](x, choice_of(rank)).mean() * model(x, choice_of(rank))).backward()
+
+
+def experts_of_ranks(
+    go_backward: Callable[[nn.Module, Tensor, int], None], has_input_layer: bool
+) -> Differences:
+    torch.manual_seed(0)
+    plain = ExpertLayers(has_input_layer)
+    model = copy.deepcopy(plain)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for batches in torch.randn(2, 2, 3, 5):
+        for rank, batch in enumerate(batches):
+            go_backward(plain, batch, rank)
+        go_backward(model, batches[dist.get_rank()], dist.get_rank())
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    found, expected = full_grads(model), full_grads(plain)
+    assert found.keys() == expected.keys()
+    return {name: (found[name] - grad / 2).abs().max().item() for name, grad in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("go_backward", "has_input_layer"),
+    [
+        (detached_target, True),
+        (two_forwards_before_two_backwards, True),
+        (a_product_of_two_forwards, True),
+        (the_first_layer_twice, False),
+    ],
+)
+def test_layers_of_which_ranks_use_different_parameters_while_other_forwards_wait(
+    spawn: Spawn, go_backward: Callable[[nn.Module, Tensor, int], None], has_input_layer: bool
+) -> None:
+    """Whether a layer is complete must not depend on the gradients that came on this rank."""
+    for differences in spawn(experts_of_ranks, 2, go_backward, has_input_layer):
+        assert max(differences.values()) < TOLERANCE
+
+
 def unused_group(ranks: Ranks) -> list[bool]:
     model, _ = sharded_and_plain(ranks, "unused")
     case = CASES["unused"]

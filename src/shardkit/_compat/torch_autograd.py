@@ -47,6 +47,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def will_run(node: Any) -> bool:
+    """Whether the running backward has a node in its graph, and needs its gradient.
+
+    That is also true for a node that has run already.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def in_user_function() -> bool:
     """Whether the forward or backward of a user's `autograd.Function` runs.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -208,11 +209,12 @@ class Backward:
         record.active = True
         self._inside[group.index].append(record)
         state = self._schedule.states[group.index]
-        state.num_watched += record.has_input_grads
+        reports_exit = record.input_grads is not None
+        state.num_watched += reports_exit
         hooks = group.grad_hooks
         if not hooks.at_once and (watch_settings.check_gradients or hooks.has_user_hooks):
             hooks.collect_at_once()
-        is_trained_layer = record.has_input_grads and group.is_trainable
+        is_trained_layer = reports_exit and group.is_trainable
         self._gathers.in_trained_layer = is_trained_layer
         if is_trained_layer and self._may_hold(group):
             if state.num_arrived == 0:
@@ -242,17 +244,17 @@ class Backward:
         group = self._groups[record.group.index]
         records, state = self._inside[group.index], self._schedule.states[group.index]
         records.remove(record)
+        group.forwards.discard(weakref.ref(record))
         if _events.observer is not None:
             _events.observer.end("compute", group.number)
-        state.num_watched -= record.has_input_grads
+        state.num_watched -= record.input_grads is not None
         self._any_fired |= state.num_arrived > 0
         if not state.num_watched:
             group.grad_hooks.release()
         if records:
             return
-        # A gradient comes after all uses of its parameter in a run of the engine. A reentrant
-        # checkpoint has its own run.
-        is_last = state.has_all_gradients and record.in_pass is not None
+        # A reentrant checkpoint has its own run.
+        is_last = record.in_pass is not None and not self._comes_again(group)
         self._leave(group, record.in_pass, is_last=is_last)
         # A parameter without a gradient by now is not used. If there are no gradients at all, this
         # may be ``autograd.grad``, which reduces nothing; else the end of backward reduces.
@@ -260,6 +262,20 @@ class Backward:
             return
         if is_last or not self._schedule.awaits_backward(group.index):
             self._complete(group)
+
+    def _comes_again(self, group: ParamGroup) -> bool:
+        """Whether the backward of another forward of the group comes in this run of the engine.
+
+        Ranks may use different parameters, so the answer must not depend on gradients that came.
+        Only a forward whose inputs require no gradients is not in the graph by a node of its own.
+        """
+        if not group.forwards:
+            return False
+        others = [record for ref in group.forwards.copy() if (record := ref()) is not None]
+        if any(record.is_in_run for record in others):
+            return True
+        is_unknown = any(record.input_grads is None for record in others)
+        return is_unknown and not self._schedule.states[group.index].has_all_gradients
 
     def _leave(self, group: ParamGroup, in_pass: int | None, *, is_last: bool) -> None:
         actions = self._schedule.exit_backward(group.index, in_pass, is_last=is_last)
@@ -313,6 +329,7 @@ class Backward:
         records = self._inside[group_index]
         for record in records:
             record.active = False
+            self._groups[group_index].forwards.discard(weakref.ref(record))
             if _events.observer is not None:
                 _events.observer.end("compute", self._groups[group_index].number)
         records.clear()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardkit._schedule import GroupState
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ForwardRecord:
     """One forward of one group; autograd's graph keeps it alive until its backward.
 
@@ -30,7 +30,8 @@ class ForwardRecord:
         group: The `ParamGroup`, which knows the `Backward` of its root.
         in_pass: Number of the pass in the schedule; None for a forward inside backward.
         versions: Versions of the shards when the forward used them.
-        has_input_grads: Whether backward reports when the gradients of the inputs have come.
+        input_grads: Weak reference to the node by which backward reports that the gradients of the
+            inputs have come; None: it does not report that.
         active: Whether backward is inside this forward.
         is_first: Whether no forward had entered the group since the last backward.
         may_lack_outputs: Whether the forward may return nothing to differentiate.
@@ -39,10 +40,16 @@ class ForwardRecord:
     group: Any
     in_pass: int | None
     versions: tuple[int, ...]
-    has_input_grads: bool = False
+    input_grads: weakref.ref[Any] | None = None
     active: bool = False
     is_first: bool = False
     may_lack_outputs: bool = False
+
+    @property
+    def is_in_run(self) -> bool:
+        """Whether the running backward will report that the gradients of the inputs have come."""
+        node = None if self.input_grads is None else self.input_grads()
+        return node is not None and torch_autograd.will_run(node)
 
     @property
     def listener(self) -> Any:
@@ -70,6 +77,7 @@ class InputGrads(torch.autograd.Function):
     def forward(ctx: Any, record: ForwardRecord, *inputs: Tensor) -> Any:
         """Pass the inputs through."""
         ctx.record = record
+        record.input_grads = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         return inputs
 

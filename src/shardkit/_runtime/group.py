@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._params.bucket import Bucket
     from shardkit._params.flat_store import Store
+    from shardkit._runtime.events import ForwardRecord
     from shardkit._settings import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
     from shardkit._tensor.written_values import WrittenValue
     from shardkit.backends.base import AxisComm, Backend
@@ -85,6 +86,8 @@ class ParamGroup:
         index: Position among the groups of the root; its number in schedules.
         number: Number in this process, which events use.
         listener: The `Backward` of its root; None: it has none yet.
+        forwards: Forwards that may still have a backward, as far as their graphs exist. A reference
+            leaves the set when its graph is freed.
         is_root: Whether the module is the root, which is not resharded with
             `reshard_after_forward=None`.
         is_innermost: Whether no other group's modules are inside this one's.
@@ -126,6 +129,7 @@ class ParamGroup:
         self.number = next(_numbers)
         self._values = WholeValues()
         self.listener: Any = None
+        self.forwards: set[weakref.ref[ForwardRecord]] = set()
         self._set_buckets(buckets)
         self._values.versions = self.shard_versions
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -426,13 +427,13 @@ class Runtime:
         if not torch.is_grad_enabled():
             return None
         record = ForwardRecord(group, self.schedule.current_pass, group.shard_versions)
+        group.forwards.add(weakref.ref(record, group.forwards.discard))
         if group.is_trainable:
             record.is_first = self.reductions.order.enter_forward(group.index)
         return record
 
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return stand-ins for the inputs, which report when backward is done with the group."""
-        record.has_input_grads = True
         result: Sequence[Tensor] = InputGrads.apply(record, *inputs)  # type: ignore[no-untyped-call]
         return result
 
@@ -464,7 +465,7 @@ class Runtime:
             needs_backward
             or is_given
             or record is None
-            or not (in_transform or record.has_input_grads or group.may_train(module))
+            or not (in_transform or record.input_grads or group.may_train(module))
         )
         if not is_watched:
             # Without this nothing would, since no output reports the start of backward.
