@@ -339,6 +339,8 @@ def test_commands(spawn: Spawn, tmp_path: pathlib.Path) -> None:
         (("inspect", "nowhere"), 1, "there is nothing at nowhere"),
         (("verify", "nowhere"), 1, "there is nothing at nowhere"),
         (("launch", "nothere.py"), 1, "there is no script 'nothere.py' in"),
+        (("launch", "/dev"), 1, "'/dev' is a directory. Give the script that each rank runs."),
+        (("inspect", "/dev/null"), 1, "/dev/null is neither a file nor a directory."),
         (("launch", "--module", "not_there.x"), 1, "there is no module 'not_there'"),
         (("launch",), 2, "the following arguments are required: script.py"),
         (("why", "--no-no-stacks"), 2, "No such option"),

@@ -240,16 +240,24 @@ def _takes(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def _has_signature(policy: Callable[..., Any]) -> bool:
+    """Whether a policy says which arguments it takes; classes of extension modules do not."""
+    try:
+        inspect.signature(policy)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _asker(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], Any] | None:
     """Return a caller for a policy in the protocol; None: it takes the module alone.
 
     Arguments are passed by the policy's own names for them, else by position. The number is
     `unwrapped_params` in torch_xla, and `nonwrapped_numel` in torch.
     """
-    try:
-        names = inspect.signature(policy).parameters
-    except (TypeError, ValueError):
+    if not _has_signature(policy):
         return None
+    names = inspect.signature(policy).parameters
     if "recurse" not in names and (_takes(policy, None) or not _takes(policy, None, True, 0)):
         return None
     by_name = [n for n in _NUMBER_NAMES if _takes(policy, module=None, recurse=True, **{n: 0})]
@@ -649,6 +657,13 @@ def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
 def _by_callable(tree: ModuleTree, policy: Callable[..., Any]) -> Choice:
     chosen: Choice = {}
     wants_name = not _takes(policy, None) and _takes(policy, "", None)
+    if not (wants_name or _takes(policy, None)) and _has_signature(policy):
+        msg = (
+            f"the policy {described(policy)} takes {inspect.signature(policy)}, but it is called "
+            f"with (module), with (name, module), or with (module, recurse, unwrapped_params). "
+            f"Bind other arguments by functools.partial."
+        )
+        raise WrapError(msg)
     for name, module in tree.candidates():
         answer = policy(name, module) if wants_name else policy(module)
         if answer is None or answer is False:

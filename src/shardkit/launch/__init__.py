@@ -202,9 +202,13 @@ def check_script(script: str, *, is_module: bool) -> None:
     path = Path(script)
     if path.is_file():
         return
-    beside = sorted(path.parent.glob("*.py")) if path.parent.is_dir() else []
+    folder = path if path.is_dir() else path.parent
+    beside = sorted(folder.glob("*.py")) if folder.is_dir() else []
     near = nearest(script, [str(file) for file in beside]) if beside else ""
-    msg = f"there is no script {script!r} in {Path.cwd()}. {near}".rstrip()
+    if path.is_dir():
+        msg = f"{script!r} is a directory. Give the script that each rank runs. {near}".rstrip()
+    else:
+        msg = f"there is no script {script!r} in {Path.cwd()}. {near}".rstrip()
     raise LaunchError(msg)
 
 

@@ -98,7 +98,13 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
     path = Path(text)
     if path.exists():
         return _model_of_transformers(path), None
-    module_name, _, name = text.partition(":")
+    module_name, colon, name = text.partition(":")
+    if not colon:
+        msg = (
+            f"MODEL must be module:function, or a config.json of transformers that is there, got "
+            f"{text!r}, which is no file and names no function."
+        )
+        raise ConfigError(msg)
     sys.path.insert(0, "")  # As in `python -m`.
     try:
         make = getattr(importlib.import_module(module_name), name)

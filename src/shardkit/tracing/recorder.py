@@ -107,8 +107,8 @@ def record(
         The record.
 
     Raises:
-        StateError: A record is being made already, ranks are threads of one process, or a rank did
-            not call it within 300 seconds.
+        StateError: A record is being made already, the folder is a file, ranks are threads of one
+            process, or a rank did not call it within 300 seconds.
 
     Cost: about 2 us for each event, of which a group has about 20 in a step, and 5 us and 10 bytes
         more when it is written; nothing after the context has ended. At the start and the end of
@@ -132,6 +132,9 @@ def record(
             )
 
     target = Path(folder)
+    if target.exists() and not target.is_dir():
+        msg = f"shardkit.record: folder must be a directory, or not exist yet; {target} is a file."
+        raise StateError(msg)
     if rank == 0:
         remove_records(target)  # Before ranks meet, so that no rank has begun.
     compare("begin", _BEGIN_LIMIT_S)

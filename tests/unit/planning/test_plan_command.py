@@ -162,6 +162,7 @@ def test_a_config_without_ranks_needs_a_mesh(
         ("planned_module:modle", "The nearest ones are 'model'"),
         ("planned_module:made", "must name a function that returns a model"),
         ("no_such_module:model", "must be module:function"),
+        ("planned_module", "is no file and names no function"),
         ("planned_module:model", "--batch must be given"),
         ("planned_module:without_its_file", "failed at line 14 of"),
         ("planned_module:of_size", "needs no arguments; 'planned_module:of_size': missing a req"),

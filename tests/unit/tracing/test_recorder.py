@@ -76,6 +76,13 @@ def test_two_records_at_once_are_refused(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_bytes(b"kept")
+    with pytest.raises(StateError, match=r"folder must be a directory.*file is a file"):
+        record(None, tmp_path / "file").__enter__()
+    assert (tmp_path / "file").read_bytes() == b"kept"
+
+
 def test_many_events_are_written_in_parts(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

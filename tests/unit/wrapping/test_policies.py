@@ -206,6 +206,14 @@ def test_a_callable_that_returns_something_else_is_refused() -> None:
         names(Stack(), policy)
 
 
+def test_a_callable_of_other_arguments_is_refused() -> None:
+    def policy(name: str, module: nn.Module, depth: int, numel: int) -> bool:
+        return bool(name) and isinstance(module, nn.Linear) and numel > depth
+
+    with pytest.raises(WrapError, match=r"policy\(\) takes .*, but it is called with \(module\)"):
+        names(Stack(), policy)
+
+
 def test_custom_policies_of_fsdp1_are_asked() -> None:
     def choose(module: nn.Module) -> typing.Any:
         return {"reshard_after_forward": False} if isinstance(module, Block) else False

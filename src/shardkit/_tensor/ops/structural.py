@@ -283,6 +283,11 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
         raise refuse(func, base, why)
     if geometry.dtype != base.dtype or geometry.is_conj() or geometry.is_neg():
         why = "a view in another dtype is written. Write the tensor itself."
+        if base.is_complex():
+            why += (
+                " Adam, AdamW, RMSprop and Adagrad of torch write complex parameters in this way: "
+                "use torch.optim.SGD, or shardkit.optim.LocalOptimizer with their class."
+            )
         raise refuse(func, base, why)
     if spec.is_traced and spec.axis.size > 1:
         # The elements that a rank owns would be numbers in its graph, and graphs would differ.

@@ -224,7 +224,8 @@ class FullFile(Source):
         self._files: dict[str, SafetensorsFile | TorchFile] = {}
         file = _find_in_directory(self.path) if self.path.is_dir() else self.path
         if not file.is_file():
-            msg = f"{file} does not exist. Give a file or a directory with model.safetensors."
+            why = "is neither a file nor a directory" if file.exists() else "does not exist"
+            msg = f"{file} {why}. Give a file or a directory with model.safetensors."
             raise CheckpointError(msg)
         if file.name.endswith(_INDEX_SUFFIX):
             self._add_index(file)
