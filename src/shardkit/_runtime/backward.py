@@ -275,6 +275,7 @@ class Backward:
         if any(record.is_in_run for record in others):
             return True
         is_unknown = any(record.input_grads is None for record in others)
+        is_unknown &= self._schedule.awaits_backward(group.index)
         return is_unknown and not self._schedule.states[group.index].has_all_gradients
 
     def _leave(self, group: ParamGroup, in_pass: int | None, *, is_last: bool) -> None:
