@@ -55,6 +55,11 @@ def will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def keeps_graph() -> bool:
+    """Whether another backward may run through the graph of the running one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def in_user_function() -> bool:
     """Whether the forward or backward of a user's `autograd.Function` runs.
 

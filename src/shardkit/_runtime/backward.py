@@ -157,6 +157,7 @@ class Backward:
     finite_notes: FiniteNotes = field(default_factory=FiniteNotes)
     _any_fired: bool = False
     _makes_graph: bool = False
+    _number: int = 0
 
     def __post_init__(self) -> None:
         """Begin outside of all forwards."""
@@ -167,6 +168,7 @@ class Backward:
         if self.is_running:
             return
         self.is_running = True
+        self._number += 1
         self._any_fired = False
         self._makes_graph = False
         if _events.observer is not None:
@@ -244,7 +246,7 @@ class Backward:
         group = self._groups[record.group.index]
         records, state = self._inside[group.index], self._schedule.states[group.index]
         records.remove(record)
-        group.forwards.discard(weakref.ref(record))
+        self._note_left(group, record)
         if _events.observer is not None:
             _events.observer.end("compute", group.number)
         state.num_watched -= record.input_grads is not None
@@ -253,14 +255,14 @@ class Backward:
             group.grad_hooks.release()
         if records:
             return
-        # A reentrant checkpoint has its own run.
-        is_last = record.in_pass is not None and not self._comes_again(group)
+        in_own_run = record.in_pass is None  # In that of a reentrant checkpoint.
+        is_last = not in_own_run and not self._comes_again(group)
         self._leave(group, record.in_pass, is_last=is_last)
         # A parameter without a gradient by now is not used. If there are no gradients at all, this
         # may be ``autograd.grad``, which reduces nothing; else the end of backward reduces.
         if state.is_complete or not group.is_trainable or not self._any_fired:
             return
-        if is_last or not self._schedule.awaits_backward(group.index):
+        if is_last or (in_own_run and not self._schedule.awaits_backward(group.index)):
             self._complete(group)
 
     def _comes_again(self, group: ParamGroup) -> bool:
@@ -271,12 +273,19 @@ class Backward:
         """
         if not group.forwards:
             return False
-        others = [record for ref in group.forwards.copy() if (record := ref()) is not None]
+        records = [record for ref in group.forwards.copy() if (record := ref()) is not None]
+        others = [record for record in records if record.left_in != self._number]
         if any(record.is_in_run for record in others):
             return True
-        is_unknown = any(record.input_grads is None for record in others)
-        is_unknown &= self._schedule.awaits_backward(group.index)
+        awaits = self._schedule.awaits_backward(group.index)
+        is_unknown = any(r.input_grads is None and (awaits or r.left_in) for r in others)
         return is_unknown and not self._schedule.states[group.index].has_all_gradients
+
+    def _note_left(self, group: ParamGroup, record: ForwardRecord) -> None:
+        """Note that backward has left a forward; it comes back only if the graph is retained."""
+        record.left_in = self._number
+        if not torch_autograd.keeps_graph():
+            group.forwards.discard(weakref.ref(record))
 
     def _leave(self, group: ParamGroup, in_pass: int | None, *, is_last: bool) -> None:
         actions = self._schedule.exit_backward(group.index, in_pass, is_last=is_last)
@@ -311,8 +320,10 @@ class Backward:
         is_last = state.count_gradient()
         if is_layer and 2 * state.num_arrived >= state.num_expected:
             self._gathers.gather_put_off()
-        if not is_last or is_layer:
-            return  # A layer is complete when backward leaves it, so that its memory is free.
+        # A layer is complete when backward leaves it, so that its memory is free. If another forward
+        # of the group follows, this rank used no parameter there, but other ranks may have.
+        if not is_last or is_layer or self._comes_again(group):
+            return
         records = self._inside[group.index]
         if records and group.is_innermost:
             # Nothing before these parameters requires a gradient, so backward is done with them.
@@ -330,7 +341,7 @@ class Backward:
         records = self._inside[group_index]
         for record in records:
             record.active = False
-            self._groups[group_index].forwards.discard(weakref.ref(record))
+            self._note_left(self._groups[group_index], record)
             if _events.observer is not None:
                 _events.observer.end("compute", self._groups[group_index].number)
         records.clear()

@@ -33,6 +33,7 @@ class ForwardRecord:
         input_grads: Weak reference to the node by which backward reports that the gradients of the
             inputs have come; None: it does not report that.
         active: Whether backward is inside this forward.
+        left_in: Number of the backward that left this forward last; 0: none has.
         is_first: Whether no forward had entered the group since the last backward.
         may_lack_outputs: Whether the forward may return nothing to differentiate.
     """
@@ -42,6 +43,7 @@ class ForwardRecord:
     versions: tuple[int, ...]
     input_grads: weakref.ref[Any] | None = None
     active: bool = False
+    left_in: int = 0
     is_first: bool = False
     may_lack_outputs: bool = False
 
