@@ -206,3 +206,18 @@ def test_a_large_gather_is_said_once_for_each_operator_at_the_users_line(spawn: 
     assert message.startswith(start)
     for part in ("(500, 600)", "1 MiB", "full_tensor()", "register_fsdp_forward_method()"):
         assert part in message
+
+
+def shard_what_was_broadcast() -> None:
+    """Send rank 0's values to all ranks in place, and shard at once, many times."""
+    for _ in range(100):
+        module = nn.Linear(8, 8)
+        for param in module.parameters():
+            dist.broadcast(param.requires_grad_(requires_grad=False), src=0)
+        module.requires_grad_()
+        fully_shard(module)
+
+
+def test_sharding_right_after_a_broadcast_of_the_parameters(spawn: Spawn) -> None:
+    """The thread of the process group still holds the last parameter for a moment."""
+    assert spawn(shard_what_was_broadcast, 2) == [None, None]

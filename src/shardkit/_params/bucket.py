@@ -6,6 +6,7 @@ bucket's store has the shard of which it is a piece, and the unsharded parameter
 
 from __future__ import annotations
 
+import time
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,30 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._params.flat_store import Store
     from shardkit._params.sites import ParamEntry
+
+_PATIENCE_S = 1.0
+"""Time in which threads must drop their references to a parameter."""
+
+
+def swap_tensors(param: nn.Parameter, other: nn.Parameter) -> None:
+    """Exchange two parameters, after other threads have dropped their references to them.
+
+    The thread of a process group holds a parameter for a moment longer than its broadcast takes.
+
+    Raises:
+        RuntimeError: A reference is still there after a second, or is a weak one.
+    """
+    last_try_at = time.monotonic() + _PATIENCE_S
+    while True:
+        is_last = time.monotonic() > last_try_at
+        try:
+            torch.utils.swap_tensors(param, other)
+        except RuntimeError:
+            if is_last or weakref.getweakrefs(param):
+                raise
+            time.sleep(0.001)
+        else:
+            return
 
 
 # --- fingerprints ---------------------------------------------------------------------------------
@@ -200,7 +225,7 @@ class Bucket:
                 setattr(module, attribute, entry.param)
             return
         try:
-            torch.utils.swap_tensors(entry.param, replacement)
+            swap_tensors(entry.param, replacement)
         except RuntimeError as error:
             msg = (
                 f"parameter {entry.name!r} cannot be sharded in place: {error} Call fully_shard "

@@ -19,6 +19,7 @@ from shardkit._errors import CheckpointError, ConfigError, MeshError
 from shardkit._mesh import SHARD_AXIS
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.materialize import materialize
+from shardkit._params.bucket import swap_tensors
 from shardkit._runtime.group import exchange_buffer
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
@@ -291,7 +292,7 @@ class Values:
         """Give the values back to this rank's parameters, except to sharded ones."""
         for param, values in self.taken:
             if not isinstance(param, ShardedTensor):
-                torch.utils.swap_tensors(param, values)
+                swap_tensors(param, values)
 
     def send(self, model: nn.Module) -> None:
         """Send rank 0's values to all ranks. Collective."""
@@ -338,7 +339,7 @@ def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) 
     for param in set(model.parameters()) - ignored:
         other_param = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         if not param.is_meta:
-            torch.utils.swap_tensors(param, other_param)
+            swap_tensors(param, other_param)
             taken.append((param, other_param))
     names_of: dict[int, list[str]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import typing
 
 import pytest
@@ -82,6 +83,22 @@ def _process_group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_a_graph_that_uses_a_parameter(*, goes: bool) -> None:
+    """A thread may drop it soon, as that of a process group drops a parameter after a broadcast."""
+    model, mesh = make_model()
+    graphs = [model[0].weight.square()]
+    if goes:
+        threading.Timer(0.1, graphs.clear).start()
+    else:
+        with pytest.raises(WrapError, match=r"'0.weight' cannot be sharded in place.*old outputs"):
+            fully_shard(model, mesh)
+        assert type(model) is nn.Sequential
+        graphs.clear()
+    fully_shard(model, mesh)
+    assert trains(model)
 
 
 @pytest.mark.usefixtures("_process_group")
