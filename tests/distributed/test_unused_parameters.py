@@ -157,7 +157,7 @@ def test_backwards_without_a_forward_of_their_own(
 
 
 class RankedExperts(nn.Module):
-    """A layer of more than 1 MiB, of which a forward uses an expert, all (None), or nothing (-1)."""
+    """A layer of more than 1 MiB; a forward uses an expert of it, all (None), or nothing (-1)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -320,8 +320,8 @@ class Backward:
         is_last = state.count_gradient()
         if is_layer and 2 * state.num_arrived >= state.num_expected:
             self._gathers.gather_put_off()
-        # A layer is complete when backward leaves it, so that its memory is free. If another forward
-        # of the group follows, this rank used no parameter there, but other ranks may have.
+        # A layer is complete when backward leaves it, so that its memory is free. If backward comes
+        # to another forward of the group, other ranks may have used parameters there.
         if not is_last or is_layer or self._comes_again(group):
             return
         records = self._inside[group.index]
