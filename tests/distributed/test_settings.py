@@ -120,6 +120,8 @@ class Scatter(Gather):
 
 def custom_collectives(model: typing.Any) -> None:
     for module in [model, *sharded_children(model)]:
+        # What is set later counts: buffers of these objects.
+        module.set_allocate_memory_from_process_group_for_comm(True)
         module.set_custom_all_gather(Gather())
         module.set_custom_reduce_scatter(Scatter())
 

@@ -595,12 +595,15 @@ class FSDPModule(_Base):
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gather this module's parameters by a function of the user's. Not recursive.
 
+        The function gets buffers that `comm` allocated, also after
+        `set_allocate_memory_from_process_group_for_comm`.
+
         Args:
             comm: Object like FSDP2's ``AllGather``: ``allocate(size, dtype=, device=)`` and
                 ``(output_tensor, input_tensor, group, async_op)``. None: shardkit's all-gather.
 
         Raises:
-            StateError: The mesh is one of XLA devices, or buffers come from the process group.
+            StateError: The mesh is one of XLA devices.
 
         Cost: copies into and out of the buffers that `comm` allocates.
         """
@@ -611,13 +614,16 @@ class FSDPModule(_Base):
     def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
         """Reduce this module's gradients by a function of the user's. Not recursive.
 
+        The function gets buffers that `comm` allocated, also after
+        `set_allocate_memory_from_process_group_for_comm`.
+
         Args:
             comm: Object like FSDP2's ``ReduceScatter``: `allocate`, and ``(output_tensor,
                 input_tensor, group, op, async_op)``; `op` is always a sum. None: shardkit's
                 reduce-scatter.
 
         Raises:
-            StateError: The mesh is one of XLA devices, or buffers come from the process group.
+            StateError: The mesh is one of XLA devices.
 
         Cost: copies into the buffers that `comm` allocates.
         """
@@ -691,8 +697,8 @@ class FSDPModule(_Base):
                 times as fast, and those of 256 MiB no faster. A larger group is not changed.
 
         Raises:
-            StateError: The module is not on CUDA devices, torch has no such collectives, or the
-                user has set collectives of their own.
+            StateError: The module is not on CUDA devices, torch has no such collectives, the user
+                has set collectives of their own, or buffers come from the process group.
 
         Cost: that of `set_custom_all_gather` and `set_custom_reduce_scatter`.
         """
@@ -700,11 +706,13 @@ class FSDPModule(_Base):
         for group in groups_in(self, recurse=False):
             comm, device_type = group.settings.comm, group.mesh.device_type
             known = {type(comm.all_gather), type(comm.reduce_scatter)}
-            if not known <= {type(None), torch_fsdp2.SymmetricComm}:
-                msg = (
-                    f"set_symm_mem_for_comm: {group.name!r} communicates by functions of yours. "
-                    f"Use one or the other."
-                )
+            other = None
+            if group.settings.comm_memory:
+                other = "takes its buffers from the process group"
+            elif not known <= {type(None), torch_fsdp2.SymmetricComm}:
+                other = "communicates by functions of yours"
+            if other is not None:
+                msg = f"set_symm_mem_for_comm: {group.name!r} {other}. Use one or the other."
                 raise StateError(msg)
             kinds = torch_fsdp2.symmetric_kinds(device_type)
             if not kinds:
@@ -910,12 +918,6 @@ def _refuse_comm(self: Any, what: str, comm: object) -> None:
                 f"{what}: {group.name!r} is on a mesh of {group.mesh.device_type!r} devices, "
                 f"whose collectives are part of the traced program: there is no process group "
                 f"to call yours with. Leave it out there."
-            )
-            raise StateError(msg)
-        if group.settings.comm_memory:
-            msg = (
-                f"{what}: {group.name!r} takes its buffers from the process group "
-                f"(set_allocate_memory_from_process_group_for_comm). Use one or the other."
             )
             raise StateError(msg)
 

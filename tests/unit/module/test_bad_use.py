@@ -171,9 +171,9 @@ def set_twice(model: typing.Any) -> None:
     model[0].set_all_reduce_hook(print)
 
 
-def memory_then_gather(model: typing.Any) -> None:
+def memory_then_symmetric(model: typing.Any) -> None:
     model[0].set_allocate_memory_from_process_group_for_comm(True)
-    model[0].set_custom_all_gather(Gather())
+    model[0].set_symm_mem_for_comm()
 
 
 def scatter_then_memory(model: typing.Any) -> None:
@@ -191,7 +191,7 @@ BAD_SETTINGS: dict[str, tuple[Callable[[typing.Any], object], str]] = {
     "max_norm None": (lambda m: m.clip_grad_norm_(None), "max_norm .* got None"),
     "norm_type -1": (lambda m: m.clip_grad_norm_(1.0, -1), "norm_type .* got -1"),
     "hook twice": (set_twice, r"has an all-reduce hook already. Remove it first"),
-    "memory and gather": (memory_then_gather, "takes its buffers from the process group"),
+    "memory twice": (memory_then_symmetric, "takes its buffers from the process group"),
     "scatter and memory": (scatter_then_memory, "communicates by functions of yours"),
     "prefetch plain": (
         lambda m: m[0].set_modules_to_forward_prefetch([m[1]]),
