@@ -190,7 +190,9 @@ class GroupState:
         self.awaits_other_modules = False
 
     def end_backward(self) -> None:
-        """The engine is done."""
+        """The engine is done; a backward that was not left, as a root's, ends the user's hold."""
+        if self.in_backward or self.has_unseen_backward:
+            self.is_user_held = self.is_lent
         self.in_backward = self.in_recompute = False
         self.has_unseen_backward = self.awaits_other_modules = False
 

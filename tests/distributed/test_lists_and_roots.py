@@ -172,6 +172,34 @@ def test_modules_are_unsharded_before_the_first_forward(spawn: Spawn, names: lis
         assert_within(found, how, grad=TOLERANCE, parameter=TOLERANCE, **shown)
 
 
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@on_ranks(2)
+def test_backward_gives_back_what_was_unsharded_since_forward(
+    reshard_after_forward: bool | None,
+) -> None:
+    """Also of the root, which backward enters but does not leave before its end."""
+    case = CASES["gpt"]
+    reference = case.make()
+    options = {"reshard_after_forward": reshard_after_forward}
+    model: typing.Any = shard(case, copy.deepcopy(reference), make_mesh((2,)), **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, reference)]
+    differences = Differences()
+    for step in range(2):
+        loss = case.loss(model, my_batch(case, step))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        loss.backward()
+        case.loss(reference, global_batch(case, step)).backward()
+        assert model.memory_stats()["unsharded_nbytes"] == 0
+        differences.note_grads(model, reference)
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            optimizer.step()
+            each.zero_grad()  # It finds the sharded parameters.
+    differences.note_parameters(model, reference)
+    assert_within([differences], grad=TOLERANCE, parameter=TOLERANCE)
+
+
 class Chunked(nn.Module):
     """The loss calls the head on its own, chunk by chunk, after the forward of the model."""
 

@@ -149,6 +149,16 @@ def test_backward_gives_back_what_was_unsharded_by_hand() -> None:
     assert schedule.live == ()
 
 
+def test_backward_gives_back_what_was_unsharded_by_hand_although_it_does_not_leave_it() -> None:
+    """As of a root whose inputs require no gradient."""
+    schedule = UnshardSchedule()
+    forward(schedule)
+    schedule.unshard(0)
+    schedule.enter_backward(0)
+    assert line("end", schedule.end_backward()).startswith("end: free")
+    assert schedule.live == ()
+
+
 def test_a_group_that_is_lent_stays_until_reshard() -> None:
     """Through forwards and backwards of several micro-batches, as a pipeline's schedule wants."""
     schedule = UnshardSchedule()
