@@ -164,6 +164,22 @@ def load_twice_on_one_rank(model: typing.Any) -> None:
     load_all(model)
 
 
+def load_on_one_replica(model: typing.Any) -> None:
+    mesh = model[0].up.weight.device_mesh
+    if mesh.ndim == 1 or mesh.get_local_rank(0) == 0:
+        load_all(model)
+
+
+def load_on_one_replica_and_send(model: typing.Any) -> None:
+    """Torch's collectives write to pieces, and raise no version counter."""
+    load_on_one_replica(model)
+    mesh = model[0].up.weight.device_mesh
+    if mesh.ndim > 1:
+        group = mesh.get_group(0)
+        for param in model.parameters():
+            dist.broadcast(param.to_local(), dist.get_global_rank(group, 0), group)
+
+
 def write_where_there_are_pieces(model: typing.Any) -> None:
     with torch.no_grad():
         for param in model.parameters():
@@ -223,6 +239,7 @@ RIGHT = {
         other_seeds_and_then_load_all,
         other_seeds_and_then_pieces,
         load_twice_on_one_rank,
+        load_on_one_replica_and_send,
         write_where_there_are_pieces,
         load_one_file,
         load_the_first_ranks_file,
@@ -269,6 +286,38 @@ def test_what_was_not_written_alike_is_an_error(
             # The first one in the model of which both ranks have pieces.
             of_block = "1" if change == "reset_a_row_alone" else "0"
             assert re.search(rf"'{of_block}\.(up|down)\.weight'", message), (change, message)
+
+
+def test_what_one_replica_alone_was_given_is_an_error(spawn: Spawn) -> None:
+    for when in (0, 2):
+        for message in spawn(mismatch, 4, (2, 2), when, load_on_one_replica):
+            assert "parameter '0.up.weight'" in message
+
+
+def train_replicas_of_other_seeds(sends: bool) -> int:
+    """Begin with other values on each replica; return how many steps were taken."""
+    mesh = make_mesh((2, 2))
+    model: typing.Any = blocks(mesh.get_local_rank(0))
+    for block in model[:2]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if sends:
+        group = mesh.get_group(0)
+        for param in model.parameters():
+            dist.broadcast(param.to_local(), dist.get_global_rank(group, 0), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        step(model, optimizer)
+    return 3
+
+
+def test_the_first_replica_may_send_its_values_to_the_others(
+    spawn: Spawn, spawn_errors: Spawn
+) -> None:
+    assert spawn(train_replicas_of_other_seeds, 4, True) == [3] * 4
+    for error in spawn_errors(train_replicas_of_other_seeds, 4, False):
+        assert error is not None
+        assert "ranks hold different values: parameter" in error.message
 
 
 @pytest.mark.parametrize(

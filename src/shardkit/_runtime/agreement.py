@@ -6,7 +6,7 @@ import hashlib
 import math
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -327,9 +327,7 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
     device = torch.device("cpu") if is_host else backend.device
     text: str | None = None
     for mesh in meshes:
-        described = [(group.name, *_describe(group, mesh)) for group in groups]
-        # A group without parameters on the mesh may have another name on other ranks.
-        description = [each for each in described if mesh.is_of is None or len(each) > 1]
+        description = _describe_all(groups, mesh)
         order = [entry.order for entry in mesh.entries_of(groups)]
         digest = _digest(repr([_without_owners(each) for each in description]).encode())
         for axis in mesh.axes:
@@ -338,7 +336,7 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
             highest, lowest = extremes.tolist()
             if highest == -lowest:
                 continue
-            descriptions = axis.exchange(description)
+            descriptions = axis.exchange(_describe_all(groups, mesh, with_pieces=True))
             found = _first_model_difference(descriptions)
             found = found or _first_value_difference(descriptions, order)
             text = text or found
@@ -351,12 +349,26 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
         group.take_written()
 
 
-def _describe(group: ParamGroup, mesh: ComparedMesh) -> list[tuple[Any, ...]]:
+def _describe_all(
+    groups: Sequence[ParamGroup], mesh: ComparedMesh, *, with_pieces: bool = False
+) -> list[tuple[Any, ...]]:
+    """Return the name of each group, followed by the facts about its parameters on a mesh."""
+    described = [(group.name, *_describe(group, mesh, with_pieces=with_pieces)) for group in groups]
+    # A group without parameters on the mesh may have another name on other ranks.
+    return [each for each in described if mesh.is_of is None or len(each) > 1]
+
+
+def _describe(
+    group: ParamGroup, mesh: ComparedMesh, *, with_pieces: bool = False
+) -> list[tuple[Any, ...]]:
     """Return the facts on which ranks must agree, for each parameter that lies on a mesh.
 
     The last fact is a number of the parameter's whole value, see `ParamGroup.known_values`.
     """
     values = group.known_values()
+    if with_pieces:
+        entries = (entry for bucket in group.buckets for entry in bucket.entries)
+        values = {id(each): _with_piece(each, values.get(id(each))) for each in entries}
     return [
         (
             entry.name,
@@ -372,6 +384,18 @@ def _describe(group: ParamGroup, mesh: ComparedMesh) -> list[tuple[Any, ...]]:
         if mesh.has(bucket)
         for i, entry in enumerate(bucket.entries)
     ]
+
+
+def _with_piece(entry: Any, value: KnownValue | None) -> KnownValue | None:
+    """Return what is known of a parameter, together with this rank's piece as it is now.
+
+    Users may write pieces by collectives of torch, such as a broadcast from one replica to the
+    others. These raise no version counter, so what is known of the whole may be out of date.
+    """
+    if value is None or entry.param.is_meta:
+        return value
+    spec, values = entry.param.spec, fingerprint(entry.param.to_local(), 0)
+    return replace(value, piece=(spec.start, spec.stop, int(values)))
 
 
 def _without_owners(described: Sequence[Any]) -> list[Any]:
@@ -440,6 +464,7 @@ def _two_that_differ(values: Sequence[KnownValue | None]) -> tuple[int, int] | N
     """Return two positions with different values; None equals any value.
 
     A rank that has no piece, and has written nothing, may differ from ranks that have written.
+    Replicas may have written different values, if their pieces are equal now.
     """
     known = [(rank, value) for rank, value in enumerate(values) if value is not None]
     for alike in (
@@ -447,8 +472,10 @@ def _two_that_differ(values: Sequence[KnownValue | None]) -> tuple[int, int] | N
         [each for each in known if not each[1].is_written],
     ):
         for rank, value in alike:
-            if value.number != alike[0][1].number:
-                return alike[0][0], rank
+            first_rank, first = alike[0]
+            has_same_piece = value.piece is not None and value.piece == first.piece
+            if value.number != first.number and not has_same_piece:
+                return first_rank, rank
     return None
 
 
@@ -765,7 +792,7 @@ class _UsedOnMesh:
         if most_written != -least_written:
             entries = self.mesh.entries_of(self._groups)
             mine = [
-                (entry.name, self._written.get(id(entry), unwritten(entry)))
+                (entry.name, _with_piece(entry, self._written.get(id(entry), unwritten(entry))))
                 for entry in sorted(entries, key=lambda entry: entry.order)
             ]
             text = self._first_of(_first_written_difference, mine)

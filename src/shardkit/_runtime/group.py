@@ -581,11 +581,14 @@ class KnownValue:
         number: Number of the parameter's values; 0 if nothing is known of them.
         is_written: Whether it was written on this rank since ranks compared.
         is_empty: Whether it was not written, and this rank has no piece that could be.
+        piece: First element, end and fingerprint of this rank's piece, as it is now; None: it was
+            not read.
     """
 
     number: int
     is_written: bool = False
     is_empty: bool = False
+    piece: tuple[int, int, int] | None = None
 
 
 def unwritten(entry: Any, number: int = 0) -> KnownValue:
