@@ -222,6 +222,18 @@ class ParamSites:
         wanted = self._entries[index].param
         return [params.get(name) for params, name, sharded, _ in self._places if sharded is wanted]
 
+    def check_held(self, index: int) -> None:
+        """Refuse something else in a place of parameter `index`, unless `functional_call` put it.
+
+        Raises:
+            StateError: A module holds something else there.
+        """
+        own = (self._entries[index].param, self._unsharded[index])
+        for module, attribute in self._entries[index].sites:
+            held = module._parameters.get(attribute)  # noqa: SLF001
+            if not any(held is each for each in own) and not torch_modules.in_functional_call():
+                self._refuse_replaced(own[0])
+
     def _update_rnns(self) -> None:
         for module, attribute in self._rnn_places:
             # An RNN keeps a list of its weights as well.

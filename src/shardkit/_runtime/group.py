@@ -249,10 +249,13 @@ class ParamGroup:
         """Refuse a parameter on the meta device.
 
         Raises:
-            StateError: A parameter is on the meta device.
+            StateError: A parameter is on the meta device, or a module holds another one instead.
         """
-        names = [e.name for b in self.buckets for e in b.entries if e.param.is_meta]
-        if names and not self.mesh.backend.is_dry:
+        on_meta = [(b, i) for b in self.buckets for i, e in enumerate(b.entries) if e.param.is_meta]
+        if on_meta and not self.mesh.backend.is_dry:
+            for bucket, index in on_meta:
+                bucket.sites.check_held(index)
+            names = [bucket.entries[index].name for bucket, index in on_meta]
             others = f" So are {listed(names[1:])}." if names[1:] else ""
             msg = (
                 f"parameter {names[0]!r} of {self.name!r} is on the meta device: it has no values. "

@@ -93,6 +93,15 @@ def test_one_left_on_meta_is_named() -> None:
     step(model)
 
 
+def test_one_that_was_replaced_is_told_apart_from_one_without_values() -> None:
+    model = sharded_on_meta()
+    model[2][1].weight = nn.Parameter(torch.ones(model[2][1].weight.shape))
+    init_at_once(model)
+    expected = r"'weight' of .* is no longer the parameter '1\.weight'.* by copy_\(\)"
+    with pytest.raises(StateError, match=expected):
+        step(model)
+
+
 def init_at_once(model: nn.Module) -> None:
     model.to_empty(device="cpu")
     reset_parameters(model)
