@@ -170,14 +170,18 @@ def load_on_one_replica(model: typing.Any) -> None:
         load_all(model)
 
 
-def load_on_one_replica_and_send(model: typing.Any) -> None:
+def send_from_first_replica(model: typing.Any) -> None:
     """Torch's collectives write to pieces, and raise no version counter."""
-    load_on_one_replica(model)
     mesh = model[0].up.weight.device_mesh
     if mesh.ndim > 1:
         group = mesh.get_group(0)
         for param in model.parameters():
             dist.broadcast(param.to_local(), dist.get_global_rank(group, 0), group)
+
+
+def load_on_one_replica_and_send(model: typing.Any) -> None:
+    load_on_one_replica(model)
+    send_from_first_replica(model)
 
 
 def write_where_there_are_pieces(model: typing.Any) -> None:
@@ -302,9 +306,7 @@ def train_replicas_of_other_seeds(sends: bool) -> int:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if sends:
-        group = mesh.get_group(0)
-        for param in model.parameters():
-            dist.broadcast(param.to_local(), dist.get_global_rank(group, 0), group)
+        send_from_first_replica(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         step(model, optimizer)
@@ -406,8 +408,13 @@ def test_what_is_right_passes_without_a_backward(spawn: Spawn) -> None:
         assert ran == dict.fromkeys(RIGHT, -1)
 
 
-def average_on(ranks: typing.Collection[int], mesh_shape: tuple[int, ...]) -> list[str]:
-    """Train, average weights on some ranks, and use the average; return what is warned of."""
+def average_on(
+    ranks: typing.Collection[int], mesh_shape: tuple[int, ...], sends: bool
+) -> list[str]:
+    """Train, average weights on some ranks, and use the average; return what is warned of.
+
+    With `sends` the first replica sends its pieces of the average to the others.
+    """
     model = sharded(mesh_shape)
     model.set_reshard_after_forward(True, recurse=False)
     average = copy.deepcopy(model).requires_grad_(False)
@@ -420,17 +427,21 @@ def average_on(ranks: typing.Collection[int], mesh_shape: tuple[int, ...]) -> li
                 if dist.get_rank() in ranks:
                     for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
                         ours.lerp_(theirs, 0.1)
+                if sends:
+                    send_from_first_replica(average)
                 average(torch.randn(4, 6))
     return [str(each.message) for each in caught]
 
 
 def test_an_average_that_one_rank_updates_is_told(spawn: Spawn) -> None:
     for world_size, shape in ((2, (2,)), (4, (2, 2))):
-        first, *others = spawn(average_on, world_size, [0], shape)
+        first, *others = spawn(average_on, world_size, [0], shape, False)
         assert first
         assert "were updated on some ranks, and not on others" in first[0]
         assert not any(others)
-        assert spawn(average_on, world_size, range(4), shape) == [[]] * world_size
+        assert spawn(average_on, world_size, range(4), shape, False) == [[]] * world_size
+    assert spawn(average_on, 4, [0, 1], (2, 2), False)[0]
+    assert spawn(average_on, 4, [0, 1], (2, 2), True) == [[]] * 4
 
 
 def comparisons_of_forwards(nums: typing.Sequence[int], reshards: bool) -> list[int]:

@@ -394,8 +394,13 @@ def _with_piece(entry: Any, value: KnownValue | None) -> KnownValue | None:
     """
     if value is None or entry.param.is_meta:
         return value
+    return replace(value, piece=_piece_of(entry))
+
+
+def _piece_of(entry: Any) -> tuple[int, int, int]:
+    """Return the first element, the end and a fingerprint of this rank's piece."""
     spec, values = entry.param.spec, fingerprint(entry.param.to_local(), 0)
-    return replace(value, piece=(spec.start, spec.stop, int(values)))
+    return spec.start, spec.stop, int(values)
 
 
 def _without_owners(described: Sequence[Any]) -> list[Any]:
@@ -704,10 +709,12 @@ class _UsedOnMesh:
     def warn_of_updates(self) -> None:
         """Warn of the first bucket that some ranks have written and others have not."""
         extremes = self.flags[: len(self._updated)].view(-1, 2).tolist()
-        for bucket, (most, least) in zip(
-            self.mesh.buckets_of(self._groups) if extremes else (), extremes, strict=True
+        for index, (bucket, (most, least)) in enumerate(
+            zip(self.mesh.buckets_of(self._groups) if extremes else (), extremes, strict=True)
         ):
             if most == -least or (most, least) == (0, -1):
+                continue
+            if not self._differs(bucket, tuple(self._updated[2 * index : 2 * index + 2])):
                 continue
             msg = (
                 f"{bucket.entries[0].name!r} and those beside it were updated on some ranks, and "
@@ -717,6 +724,21 @@ class _UsedOnMesh:
             )
             warn_user(msg, is_first_rank=self._groups[0].mesh.is_first_rank)
             return
+
+    def _differs(self, bucket: Bucket, updated: tuple[int, ...]) -> bool:
+        """Whether ranks that updated a bucket have other pieces than those that did not.
+
+        Replicas have the same pieces if one has sent them to the others. All ranks call it.
+
+        Cost: two exchanges on each axis.
+        """
+        mine = (updated, [_piece_of(entry) for entry in bucket.entries])
+        found = None
+        for axis in self.mesh.axes:
+            known = [each for each in axis.exchange(mine) if each[0] != (0, -1)]
+            if any(u != known[0][0] and pieces != known[0][1] for u, pieces in known):
+                found = True
+        return first_of_all(found, self.mesh.axes) is not None
 
     def send(
         self,
