@@ -48,11 +48,11 @@ def in_backward() -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the running backward has a node in its graph, and needs its gradient.
+    """Whether a backward runs that has a node in its graph, and needs its gradient.
 
     That is also true for a node that has run already.
     """
-    return bool(torch._C._will_engine_execute_node(node))
+    return in_backward() and bool(torch._C._will_engine_execute_node(node))
 
 
 def keeps_graph() -> bool:
