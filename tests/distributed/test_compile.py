@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from models import Case, regression_batch, squared_error
+from models import Batch, Case, regression_batch, squared_error
 from parity import compare_training, in_turns
 from reference import (
     LOSS_TOLERANCE,
@@ -19,6 +19,7 @@ from reference import (
     Differences,
     assert_within,
     full_parameters,
+    global_batch,
     my_batch,
     shard,
 )
@@ -262,3 +263,29 @@ def test_compiled_layers_frozen_and_thawed() -> None:
                 block.fc1.requires_grad_(requires_grad=not frozen)
         differences |= compare_training(CASE, model, plain, steps=2)
     assert_within([differences], loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+def take_step(model: nn.Module, batch: Batch) -> Tensor:
+    """Forward and backward in one function, which is compiled."""
+    loss = CASE.loss(model, batch)
+    loss.backward()
+    return loss
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_compiled_function_that_calls_backward() -> None:
+    """What the engine calls is not compiled: shardkit's hooks and the end of the backward."""
+    plain = CASE.make()
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    model = shard(CASE, copy.deepcopy(plain))
+    compiled_step = torch.compile(take_step, backend="aot_eager")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(3):
+        compiled_step(model, my_batch(CASE, step))
+        CASE.loss(plain, global_batch(CASE, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    differences = Differences()
+    differences.note_parameters(model, plain)
+    assert_within([differences], parameter=SGD_TOLERANCE)

@@ -14,6 +14,8 @@ from torch.autograd import Variable
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
+from shardkit._compat import torch_modules
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -23,6 +25,9 @@ def wrap_engine(chosen: Callable[..., Any]) -> None:
     """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
 
     It gets the engine's function and its arguments. A backward for all tensors bypasses it.
+
+    If a compiled function calls backward, torch.compile would compile the hooks that the engine
+    calls, too: it is kept out of them.
     """
     autograd: Any = torch.autograd
     original = autograd._engine_run_backward
@@ -34,7 +39,7 @@ def wrap_engine(chosen: Callable[..., Any]) -> None:
             return original(outputs, *args, **kwargs)
         return chosen(original, outputs, *args, **kwargs)
 
-    autograd._engine_run_backward = run
+    autograd._engine_run_backward = torch_modules.untraced(run)
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
