@@ -56,3 +56,18 @@ def test_a_part_alone_accumulates() -> None:
         model(torch.randn(4, models.WIDTHS[0])).sum().backward()
     assert model.layers[0].weight.grad is not None
     assert model.layers[1].weight.grad is None
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_only_a_reset_drops_what_is_not_synced(*, resets: bool) -> None:
+    """`zero_grad` drops what is in `.grad`."""
+    model, _ = sharded_mlp()
+    x = torch.randn(4, models.WIDTHS[0])
+    with model.no_sync():
+        model(x).sum().backward()
+    model.zero_grad()
+    if resets:
+        model.reset_iter_state()
+    model(x).sum().backward()
+    piece = model.layers[-1].bias.grad.to_local()
+    torch.testing.assert_close(piece, torch.full_like(piece, (1 if resets else 2) * len(x)))
