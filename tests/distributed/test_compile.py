@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from models import Batch, Case, regression_batch, squared_error
 from parity import compare_training, in_turns
@@ -289,3 +291,24 @@ def test_a_compiled_function_that_calls_backward() -> None:
     differences = Differences()
     differences.note_parameters(model, plain)
     assert_within([differences], parameter=SGD_TOLERANCE)
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_gradients_pass_from_a_compiled_layer_to_a_tensor_parallel_one() -> None:
+    """The layer's input is the result of a collective of which autograd has not seen the wait."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 4))
+    model = copy.deepcopy(plain)
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    parallelize_module(model[0], mesh["tp"], style)
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    model[1] = torch.compile(model[1], backend="aot_eager")
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh["dp"])
+    batches = torch.arange(8).view(2, 4)
+    model(batches[mesh.get_local_rank("dp")]).square().sum().backward()
+    plain(batches).square().sum().div(2).backward()
+    for name, expected in plain.named_parameters():
+        found = model.get_parameter(name.replace("1.", "1._orig_mod.")).grad
+        torch.testing.assert_close(found.full_tensor(), expected.grad)

@@ -273,8 +273,10 @@ class Backward:
         """
         if not group.forwards:
             return False
-        records = [record for ref in group.forwards.copy() if (record := ref()) is not None]
-        others = [record for record in records if record.left_in != self._number]
+        alive = [record for ref in group.forwards.copy() if (record := ref()) is not None]
+        others = [r for r in alive if not r.active and r.left_in != self._number]
+        if not others:
+            return False
         if any(record.is_in_run for record in others):
             return True
         awaits = self._schedule.awaits_backward(group.index)

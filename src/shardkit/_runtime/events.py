@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._compat import torch_autograd
+from shardkit._compat import torch_autograd, torch_groups
 from shardkit._errors import StateError
 from shardkit._tensor.sharded import relay_hooks, while_trainable
 
@@ -72,16 +72,24 @@ class ForwardRecord:
         self.listener.enter_backward(self, grad)
 
 
+def _waited(tensor: Tensor) -> Tensor:
+    result = torch_groups.waited(tensor)
+    return tensor if result is tensor else result.view_as(result)  # The tensor holds the result.
+
+
 class InputGrads(torch.autograd.Function):
     """Identity on a group's inputs; its backward runs when backward is done with the group."""
 
     @staticmethod
     def forward(ctx: Any, record: ForwardRecord, *inputs: Tensor) -> Any:
-        """Pass the inputs through."""
+        """Pass the inputs through, and wait for those that functional collectives compute.
+
+        A compiled layer gives no gradient for the result of such a collective before the wait.
+        """
         ctx.record = record
         record.input_grads = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
-        return inputs
+        return tuple(each if type(each) is torch.Tensor else _waited(each) for each in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
