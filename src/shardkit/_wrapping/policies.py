@@ -656,8 +656,9 @@ def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
 
 def _by_callable(tree: ModuleTree, policy: Callable[..., Any]) -> Choice:
     chosen: Choice = {}
-    wants_name = not _takes(policy, None) and _takes(policy, "", None)
-    if not (wants_name or _takes(policy, None)) and _has_signature(policy):
+    takes_module = _takes(policy, None)
+    wants_name = not takes_module and _takes(policy, "", None)
+    if not (takes_module or wants_name) and _has_signature(policy):
         msg = (
             f"the policy {described(policy)} takes {inspect.signature(policy)}, but it is called "
             f"with (module), with (name, module), or with (module, recurse, unwrapped_params). "

@@ -99,20 +99,18 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
     if path.exists():
         return _model_of_transformers(path), None
     module_name, colon, name = text.partition(":")
+    refusal = (
+        f"MODEL must be module:function, or a config.json of transformers that is there, got "
+        f"{text!r}"
+    )
     if not colon:
-        msg = (
-            f"MODEL must be module:function, or a config.json of transformers that is there, got "
-            f"{text!r}, which is no file and names no function."
-        )
+        msg = f"{refusal}, which is no file and names no function."
         raise ConfigError(msg)
     sys.path.insert(0, "")  # As in `python -m`.
     try:
         make = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        msg = (
-            f"MODEL must be module:function, or a config.json of transformers that is there, got "
-            f"{text!r}: {error}."
-        )
+        msg = f"{refusal}: {error}."
         if isinstance(error, AttributeError) and module_name in sys.modules:
             msg += f" {nearest(name, vars(sys.modules[module_name]))}"
         raise ConfigError(msg) from error

@@ -143,16 +143,6 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], object]]] = {
 }
 
 
-def test_what_trains_complex_parameters_is_named() -> None:
-    mesh, _ = recording_mesh((2,))
-    holder = Holder((6, 20))
-    holder.weight = nn.Parameter(torch.ones(6, 20, dtype=torch.complex64))
-    fully_shard(holder, mesh)
-    holder.weight.grad = torch.ones_like(holder.weight)
-    with pytest.raises(ShardedTensorError, match=r"use torch.optim.SGD, or .*LocalOptimizer"):
-        torch.optim.AdamW(holder.parameters(), foreach=False).step()
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_writes_that_would_be_wrong_are_refused_by_name(name: str) -> None:
     mesh, log = recording_mesh((2,))
@@ -161,6 +151,16 @@ def test_writes_that_would_be_wrong_are_refused_by_name(name: str) -> None:
     with pytest.raises(ShardedTensorError, match=rf"(?s)'weight' of shape \(6, 20\): .*{why}"):
         write(holder.weight)
     assert log == []
+
+
+def test_what_trains_complex_parameters_is_named() -> None:
+    mesh, _ = recording_mesh((2,))
+    holder = Holder((6, 20))
+    holder.weight = nn.Parameter(torch.ones(6, 20, dtype=torch.complex64))
+    fully_shard(holder, mesh)
+    holder.weight.grad = torch.ones_like(holder.weight)
+    with pytest.raises(ShardedTensorError, match=r"use torch.optim.SGD, or .*LocalOptimizer"):
+        torch.optim.AdamW(holder.parameters(), foreach=False).step()
 
 
 USES: dict[str, Callable[[typing.Any], Tensor]] = {
