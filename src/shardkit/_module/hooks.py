@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules, torch_tensors
 from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
+from shardkit._params.subclass_store import refuse_hooks_of_piece
 from shardkit._runtime.group import STATE_ATTRIBUTE, refuse_summoned
 from shardkit._runtime.runtime import Runtime
 from shardkit._settings import RootSettings
@@ -267,8 +268,14 @@ class ModuleState:
         return args, kwargs
 
     def _check_has_values(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise if something in this root has no values; warn of buffers that may have none."""
+        """Raise if something in this root has no values; warn of buffers that may have none.
+
+        Also raise if the user has set hooks on pieces.
+        """
         check_has_values(self.module, groups)
+        for bucket in (bucket for group in groups for bucket in group.buckets):
+            for param in bucket.sharded:
+                refuse_hooks_of_piece(param)
         self._has_values = True
         states = [s for m in self.module.modules() if (s := get_state(m)) is not None]
         warn_of_emptied(self.module, [each for state in states for each in state.emptied])

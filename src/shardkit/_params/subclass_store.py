@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardkit._compat import torch_tensors
-from shardkit._errors import WrapError
+from shardkit._errors import StateError, WrapError
 from shardkit._layout import FlatLayout
 from shardkit._params.flat_store import FlatStore
 from shardkit._params.memory import NAME_ATTRIBUTE, FreedLeaf
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import AxisComm
     from shardkit.backends.device import Event
+
+_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 class SubclassLayout:
@@ -95,9 +97,27 @@ def subclass_of(entry: ParamEntry) -> SubclassLayout | None:
     param = entry.param
     if isinstance(param, ShardedTensor):
         return cast("SubclassLayout | None", param.spec.subclass)
-    if not hasattr(param, "fsdp_pre_all_gather") or not hasattr(param, "fsdp_post_all_gather"):
+    if not all(hasattr(param, hook) for hook in _HOOKS):
         return None
     return None if packing_of(entry) is not None else SubclassLayout(entry.name, param)
+
+
+def refuse_hooks_of_piece(param: nn.Parameter) -> None:
+    """Refuse hooks that the user has set on a piece, and not on the parameter's class.
+
+    Raises:
+        StateError: The piece has such an attribute, which no gather would call.
+    """
+    assert isinstance(param, ShardedTensor)
+    hooks = [name for name in _HOOKS if name in param.local_piece.__dict__]
+    if hooks:
+        msg = (
+            f"the piece of sharded {param.spec.name!r} has {hooks[0]}, which no gather calls: "
+            f"fully_shard asks the class of the parameter. Give the parameter a tensor subclass "
+            f"that has fsdp_pre_all_gather and fsdp_post_all_gather before fully_shard, or set a "
+            f"gather of your own by set_custom_all_gather."
+        )
+        raise StateError(msg)
 
 
 class SubclassStore(FlatStore):

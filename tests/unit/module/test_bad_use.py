@@ -70,6 +70,17 @@ def test_a_child_that_was_put_in_after_the_first_forward() -> None:
     assert trains(model)
 
 
+def test_hooks_that_are_set_on_a_piece() -> None:
+    """FSDP2 calls them; here they would be left out without a word."""
+    model, _ = sharded_model()
+    piece = model[0].weight._local_tensor  # noqa: SLF001 - DTensor's name
+    piece.fsdp_pre_all_gather = lambda *_: None
+    with pytest.raises(StateError, match=r"'0.weight' has fsdp_pre_all_gather, which no gather"):
+        trains(model)
+    del piece.fsdp_pre_all_gather
+    assert trains(model)
+
+
 def test_another_model_sharded_later_is_no_newcomer() -> None:
     model, mesh = sharded_model()
     assert trains(model)
