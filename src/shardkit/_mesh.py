@@ -150,6 +150,10 @@ class DeviceMesh:
             raise MeshError(msg)
         return self.backend.process_group(self.axis_index(axis))
 
+    def get_all_groups(self) -> list[Any]:
+        """Return the torch process groups of all axes, through this rank."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the submesh of the named axes through this rank."""
         names = (names,) if isinstance(names, str) else tuple(names)

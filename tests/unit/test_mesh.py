@@ -149,6 +149,7 @@ def test_the_process_group_is_asked_of_the_backend() -> None:
     mesh = DeviceMesh("cpu", (2, 2), (0, 1, 2, 3), ("replicate", "shard"), 0, Backend())
     assert mesh.get_group("shard") == "group of axis 1"
     assert mesh.get_group(-2) == "group of axis 0"
+    assert mesh.get_all_groups() == ["group of axis 0", "group of axis 1"]
     with pytest.raises(MeshError, match="name an axis: the mesh has 2"):
         mesh.get_group()
     assert DeviceMesh("cpu", (2,), (0, 1), None, 0, Backend()).get_group() == "group of axis 0"
