@@ -117,6 +117,8 @@ class GroupState:
     # Whether it stays user-held through forwards and backwards until `reshard`.
     is_lent: bool = False
     has_unseen_backward: bool = False  # Whether an ended forward's backward will not be reported.
+    has_unreported_exit: bool = False  # Whether one may begin whose end will not be reported.
+    is_retained: bool = False  # Whether the graph of the last backward was retained.
     awaits_other_modules: bool = False  # Whether some of its modules have not run in this pass.
     rests_after_backward: bool = False  # Whether it keeps its memory after backward, by choice.
     num_expected: int = 0  # Number of gradients that come if this backward uses every parameter.
@@ -206,11 +208,6 @@ class GroupState:
         """Note that a gradient came; return whether it was the last expected one."""
         self.num_arrived += 1
         return self.num_arrived == self.num_expected
-
-    @property
-    def has_all_gradients(self) -> bool:
-        """Whether a gradient came for every parameter that requires one."""
-        return 0 < self.num_expected <= self.num_arrived
 
     def forget_gradients(self) -> None:
         """Clear the counts of gradients at the end of a backward."""
@@ -336,6 +333,11 @@ class PendingBackwards:
             return group in self._passes.get(in_pass, ())
         return any(group in groups for groups in self._passes.values())
 
+    def awaits_another(self, group: int) -> bool:
+        """Whether a forward of the group that backward has not reached may have a backward."""
+        num_inside = sum(inside == group for _, inside in self._inside)
+        return sum(groups.count(group) for groups in self._passes.values()) > num_inside
+
     def before(self, group: int, in_pass: int | None) -> Iterator[int]:
         """Yield the groups whose forwards ended before the group's last one, nearest first.
 
@@ -383,6 +385,7 @@ class ReduceOrder:
         self._entered: dict[int, None] = {}
         self._ended: dict[int, None] = {}
         self._waiting: list[int] = []
+        self._reached: dict[int, None] = {}
         self._complete: set[int] = set()
         self._issued: set[int] = set()
 
@@ -408,8 +411,14 @@ class ReduceOrder:
     def begin_backward(self) -> None:
         """Fix the order at the start of a backward."""
         self._waiting = list(reversed(self._entered))
+        self._reached.clear()
         self._complete.clear()
         self._issued.clear()
+
+    def reach(self, group: int) -> None:
+        """Note that backward has come to a group; if it does not wait, the graph was retained."""
+        if group not in self._waiting:
+            self._reached[group] = None
 
     def complete(self, group: int) -> list[int]:
         """Note that all gradients of a group have come; return the groups to reduce now.
@@ -418,6 +427,7 @@ class ReduceOrder:
         once.
         """
         if group in self._issued or group not in self._waiting:
+            self._reached.pop(group, None)
             return [group]
         self._complete.add(group)
         ready = []
@@ -428,8 +438,9 @@ class ReduceOrder:
 
     def end_backward(self) -> list[int]:
         """Return the groups that are left when the engine is done, in order."""
-        rest = self._waiting
+        rest = [*self._waiting, *self._reached]
         self._waiting = []
+        self._reached.clear()
         self._ended, self._entered = self._entered, {}
         return rest
 
@@ -441,6 +452,7 @@ class ReduceOrder:
     def cancel(self) -> None:
         """Cancel reductions: no gradient came in this backward (``autograd.grad``)."""
         self._waiting = []
+        self._reached.clear()
 
     def reset(self) -> None:
         """Drop all state after an exception."""
@@ -575,6 +587,7 @@ class UnshardSchedule:
         *,
         needs_backward: bool,
         is_watched: bool = True,
+        reports_exit: bool = True,
         is_unfinished: bool = False,
     ) -> list[Action]:
         """Leave a group's forward; its memory is freed unless it is kept or the last one.
@@ -584,6 +597,7 @@ class UnshardSchedule:
             needs_backward: Whether a backward of this forward will be reported.
             is_watched: Whether every backward of it is reported. If not, the memory is kept for the
                 others.
+            reports_exit: Whether its backward reports that it is done with the group.
             is_unfinished: Whether other modules of the group have not run in this pass; the memory
                 is kept for them.
         """
@@ -593,6 +607,7 @@ class UnshardSchedule:
         state.awaits_other_modules = is_unfinished
         if needs_backward:
             self._pending.add(group)
+            state.has_unreported_exit |= not reports_exit
         return self._trim_spare()
 
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
@@ -630,6 +645,13 @@ class UnshardSchedule:
     def awaits_backward(self, group: int) -> bool:
         """Whether a forward of the group may still have its backward."""
         return self._pending.awaits(group)
+
+    def awaits_unreported(self, group: int) -> bool:
+        """Whether another forward of the group may have a backward that does not report its end."""
+        state = self.states[group]
+        if not state.has_unreported_exit:
+            return False
+        return state.is_retained or self._pending.awaits_another(group)
 
     @property
     def awaited(self) -> set[int]:
@@ -687,11 +709,17 @@ class UnshardSchedule:
             return []
         return self._free_all([state])
 
-    def end_backward(self) -> list[Action]:
-        """End a run of the engine: free all groups that no forward is using."""
+    def end_backward(self, *, is_retained: bool = False) -> list[Action]:
+        """End a run of the engine: free all groups that no forward is using.
+
+        With `is_retained` another run may go through the same graph.
+        """
         self._pending.end_backward()
         for state in self.states.values():
             state.end_backward()
+            if state.has_unreported_exit:
+                state.is_retained = is_retained
+                state.has_unreported_exit = is_retained or self._pending.awaits(state.number)
         if self._hold:
             return []
         for group in self.options.no_reshard_after_backward.intersection(self._live):

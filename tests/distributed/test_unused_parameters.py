@@ -173,18 +173,22 @@ class RankedExperts(nn.Module):
 
 
 class ExpertLayers(nn.Module):
-    """Layers whose experts are chosen by the rank, between parameters of the root."""
+    """Layers whose experts are chosen by the rank; with ends, between parameters of the root.
 
-    def __init__(self, has_input_layer: bool) -> None:
+    `chosen` is the choice of all layers, or a list with one for each.
+    """
+
+    def __init__(self, has_ends: bool) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 5) if has_input_layer else nn.Identity()
+        self.first = nn.Linear(5, 5) if has_ends else nn.Identity()
         self.layers = nn.ModuleList(RankedExperts() for _ in range(3))
-        self.last = nn.Linear(5, 1)
+        self.last = nn.Linear(5, 1) if has_ends else nn.Identity()
 
-    def forward(self, x: Tensor, chosen: int | None) -> Tensor:
+    def forward(self, x: Tensor, chosen: int | list[int | None] | None) -> Tensor:
         x = self.first(x)
-        for layer in self.layers:
-            x = layer(x, chosen)
+        choices = chosen if isinstance(chosen, list) else [chosen] * len(self.layers)
+        for layer, choice in zip(self.layers, choices, strict=True):
+            x = layer(x, choice)
         return self.last(x).mean()
 
 
@@ -228,11 +232,24 @@ def the_first_layer_twice(model: nn.Module, x: Tensor, rank: int) -> None:
     (model.layers[0](x, choice_of(rank)).mean() * model(x, choice_of(rank))).backward()
 
 
+def a_kept_output_of_a_later_forward(model: nn.Module, x: Tensor, rank: int) -> None:
+    """The later forward has inputs that require no gradients, and never goes backward."""
+    loss = model(x, choice_of(rank))
+    kept = model.layers[2](x, None)
+    loss.backward()
+    assert kept.requires_grad
+
+
+def nothing_used_of_the_last_layer(model: nn.Module, x: Tensor, rank: int) -> None:
+    """On one rank no gradient has come when backward leaves the layer."""
+    model(x, [None, None, -1 if rank else None]).backward()
+
+
 def experts_of_ranks(
-    go_backward: Callable[[nn.Module, Tensor, int], None], has_input_layer: bool
+    go_backward: Callable[[nn.Module, Tensor, int], None], has_ends: bool
 ) -> Differences:
     torch.manual_seed(0)
-    plain = ExpertLayers(has_input_layer).double()
+    plain = ExpertLayers(has_ends).double()
     model = copy.deepcopy(plain)
     for layer in model.layers:
         fully_shard(layer)
@@ -248,7 +265,7 @@ def experts_of_ranks(
 
 
 @pytest.mark.parametrize(
-    ("go_backward", "has_input_layer"),
+    ("go_backward", "has_ends"),
     [
         (detached_target, True),
         (two_forwards_before_two_backwards, True),
@@ -256,13 +273,15 @@ def experts_of_ranks(
         (a_product_of_two_forwards_twice, True),
         (nothing_used_before_a_forward_without_input_gradients, False),
         (the_first_layer_twice, False),
+        (a_kept_output_of_a_later_forward, True),
+        (nothing_used_of_the_last_layer, False),
     ],
 )
 def test_layers_of_which_ranks_use_different_parameters_while_other_forwards_wait(
-    spawn: Spawn, go_backward: Callable[[nn.Module, Tensor, int], None], has_input_layer: bool
+    spawn: Spawn, go_backward: Callable[[nn.Module, Tensor, int], None], has_ends: bool
 ) -> None:
     """Whether a layer is complete must not depend on the gradients that came on this rank."""
-    for differences in spawn(experts_of_ranks, 2, go_backward, has_input_layer):
+    for differences in spawn(experts_of_ranks, 2, go_backward, has_ends):
         assert max(differences.values()) < 1e-12
 
 

@@ -61,8 +61,8 @@ def will_run(node: Any) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Whether another backward may run through the graph of the running one."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    """Whether a backward runs after which another one may go through the same graph."""
+    return in_backward() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def in_user_function() -> bool:

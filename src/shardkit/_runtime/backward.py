@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -138,6 +139,8 @@ def _show(key: _Key) -> str:
 
 # --- a backward of a root -------------------------------------------------------------------------
 
+_numbers = itertools.count(1)  # One count per process: a forward may outlive its root.
+
 
 @dataclass(eq=False)
 class Backward:
@@ -168,8 +171,8 @@ class Backward:
         if self.is_running:
             return
         self.is_running = True
-        self._number += 1
-        self._any_fired = False
+        self._number = next(_numbers)
+        self._any_fired = not _chosen
         self._makes_graph = False
         if _events.observer is not None:
             first = self._groups[0]
@@ -209,6 +212,7 @@ class Backward:
             )
             raise StateError(msg)
         record.active = True
+        self._reductions.order.reach(group.index)
         self._inside[group.index].append(record)
         state = self._schedule.states[group.index]
         reports_exit = record.input_grads is not None
@@ -258,8 +262,8 @@ class Backward:
         in_own_run = record.in_pass is None  # In that of a reentrant checkpoint.
         is_last = not in_own_run and not self._comes_again(group)
         self._leave(group, record.in_pass, is_last=is_last)
-        # A parameter without a gradient by now is not used. If there are no gradients at all, this
-        # may be ``autograd.grad``, which reduces nothing; else the end of backward reduces.
+        # A parameter without a gradient by now is not used. A run for chosen tensors may bring no
+        # gradients at all, as ``autograd.grad`` does: then nothing is reduced.
         if state.is_complete or not group.is_trainable or not self._any_fired:
             return
         if is_last or (in_own_run and not self._schedule.awaits_backward(group.index)):
@@ -268,20 +272,18 @@ class Backward:
     def _comes_again(self, group: ParamGroup) -> bool:
         """Whether the backward of another forward of the group comes in this run of the engine.
 
-        Ranks may use different parameters, so the answer must not depend on gradients that came.
-        Only a forward whose inputs require no gradients is not in the graph by a node of its own.
+        Ranks may use different parameters, so the answer must not depend on gradients that came. If
+        the inputs of another forward require no gradients, it has no node to look for.
         """
-        if not group.forwards:
-            return False
-        alive = [record for ref in group.forwards.copy() if (record := ref()) is not None]
-        others = [r for r in alive if not r.active and r.left_in != self._number]
-        if not others:
-            return False
-        if any(record.is_in_run for record in others):
+        if self._schedule.awaits_unreported(group.index):
             return True
-        awaits = self._schedule.awaits_backward(group.index)
-        is_unknown = any(r.input_grads is None and (awaits or r.left_in) for r in others)
-        return is_unknown and not self._schedule.states[group.index].has_all_gradients
+        for ref in group.forwards.copy():
+            record = ref()
+            if record is None or record.active or record.left_in == self._number:
+                continue
+            if record.is_in_run:
+                return True
+        return False
 
     def _note_left(self, group: ParamGroup, record: ForwardRecord) -> None:
         """Note that backward has left a forward; it comes back only if the graph is retained."""
@@ -359,7 +361,8 @@ class Backward:
             self._reductions.order.cancel()
         self._forget()  # Not after an error: then the next forward cleans up.
         self._schedule.hold(on=self._makes_graph)
-        self._gathers.carry_out(self._schedule.end_backward())
+        actions = self._schedule.end_backward(is_retained=torch_autograd.keeps_graph())
+        self._gathers.carry_out(actions)
         self._reductions.order.keep(self._schedule.awaited)
         for group in self._groups:
             if not self._makes_graph and not self._schedule.in_use(group.index):
@@ -408,6 +411,7 @@ class Backward:
         """Drop a backward after an exception."""
         for group in self._groups:
             group.grad_hooks.discard()
+            group.forwards.clear()
         self._forget()
 
 
@@ -423,6 +427,9 @@ _apart: list[None] = []
 It belongs to the process, not to a thread: the engine of an accelerator runs in other threads.
 """
 
+_chosen: list[None] = []
+"""List that is not empty while the engine runs for chosen tensors; of the process, as `_apart`."""
+
 
 def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Run the engine for some tensors; gradients of sharded parameters come back sharded.
@@ -437,14 +444,23 @@ def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
     Cost: only the backward if gradients accumulate in ``.grad``. For ``autograd.grad`` an
     all-reduce of each gradient, and one of a flag for each.
     """
-    if not options["accumulate_grad"] and torch_fsdp2.goes_to_inputs_of_stage(
+    is_apart = not options["accumulate_grad"] and torch_fsdp2.goes_to_inputs_of_stage(
         inspect.currentframe()
-    ):
+    )
+    if is_apart:
         _apart.append(None)
-        try:
-            return engine(*args, **options)
-        finally:
+    _chosen.append(None)
+    try:
+        return engine(*args, **options) if is_apart else _run_for_chosen(engine, args, options)
+    finally:
+        _chosen.pop()
+        if is_apart:
             _apart.pop()
+
+
+def _run_for_chosen(
+    engine: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
     outputs, grads, keep_graph, create_graph, inputs, *more = args
     found = [_pair(tensor) for tensor in inputs]
     if all(whole is None for _, whole in found):

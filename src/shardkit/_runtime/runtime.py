@@ -476,6 +476,7 @@ class Runtime:
             group.index,
             needs_backward=needs_backward,
             is_watched=is_watched,
+            reports_exit=record is not None and record.input_grads is not None,
             is_unfinished=self._is_unfinished(group, module),
         )
         is_kept = needs_backward and group.index in self.schedule.options.no_reshard_after_forward
