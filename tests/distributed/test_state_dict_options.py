@@ -368,3 +368,16 @@ def test_submodules_that_cannot_be_told_apart_are_refused() -> None:
     options = StateDictOptions(keep_submodule_prefixes=False)
     with pytest.raises(CheckpointError, match=r"several of submodules have an entry 'weight'"):
         checkpoint.get_model_state_dict(model, submodules=set(model.children()), options=options)
+
+
+@on_ranks(2)
+def test_pieces_cannot_be_sent_as_whole_tensors() -> None:
+    """A model's own state dict has pieces; all ranks get the error, and may go on."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(6, 6))
+    options = of_torch.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(CheckpointError, match="state dict of rank 0 has sharded tensors"):
+        of_torch.set_model_state_dict(model, model.state_dict(), options=options)
+    pieces = of_torch.StateDictOptions()
+    of_torch.set_model_state_dict(model, model.state_dict(), options=pieces)
+    model(torch.ones(2, 6)).sum().backward()

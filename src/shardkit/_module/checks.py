@@ -51,8 +51,11 @@ def check_module(module: nn.Module) -> None:
         raise WrapError(msg)
     has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
     if isinstance(module, _CONTAINERS) or not has_forward:
+        why = "has no forward"
+        if has_forward:
+            why = "is a container, whose modules may be called without it"
         msg = (
-            f"{type(module).__name__} has no forward, so its parameters would never be gathered. "
+            f"{type(module).__name__} {why}, so its parameters would never be gathered. "
             f"Call fully_shard on each module in it, or on a list of them to form one group, then "
             f"on the module that holds it."
         )

@@ -23,7 +23,7 @@ from shardkit._params.subclass_store import refuse_hooks_of_piece
 from shardkit._runtime.group import STATE_ATTRIBUTE, refuse_summoned
 from shardkit._runtime.runtime import Runtime
 from shardkit._settings import RootSettings
-from shardkit._tree import iter_tensors, map_tensors
+from shardkit._tree import Undo, iter_tensors, map_tensors, put_back
 
 if TYPE_CHECKING:
     import types
@@ -72,6 +72,7 @@ class _OpenForward:
     handled: BaseException | None  # The exception that the caller was handling at the start.
     # Frame that called the hook, if `is_root`: on the stack as long as the forward runs.
     frame: types.FrameType | None
+    undo: Undo  # Puts the caller's tensors back into containers among the inputs.
 
 
 class ModuleState:
@@ -233,7 +234,20 @@ class ModuleState:
     def pre_forward(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the group, cast the inputs, and watch inputs that require gradients."""
+        """Unshard the group, cast the inputs, and watch inputs that require gradients.
+
+        Containers among the inputs stay the same objects, because the forward may write to them.
+        """
+        undo: Undo = []
+        try:
+            return self._enter(args, kwargs, undo)
+        except BaseException:
+            put_back(undo)
+            raise
+
+    def _enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: Undo
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         runtime = self.runtime or self.make_runtime()
         policy = self.policy
         is_recompute = runtime is not None and torch_autograd.in_backward()
@@ -250,21 +264,22 @@ class ModuleState:
             runtime.begin_pass(self)
             if runtime.is_on_part:
                 runtime.note_inputs((args, kwargs))
-            args, kwargs = runtime.passes.enter(self.module, args, kwargs)
+            args, kwargs = runtime.passes.enter(self.module, args, kwargs, undo)
         elif runtime is not None and not is_recompute:
             runtime.passes.progress((args, kwargs))
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = _map_inputs(_cast_to(policy.param_dtype), args, kwargs)
+            args, kwargs = _map_inputs(_cast_to(policy.param_dtype), args, kwargs, undo)
         record = None
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
             record = enter(self.group)
             is_told = not self.group.is_local and not torch_tensors.in_function_transform()
             if record is not None and is_told:
-                args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
-        # Not the frame of this function, which would then hold itself.
-        caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
-        self._open.append(_OpenForward(record, is_root, is_recompute, sys.exception(), caller))
+                args, kwargs = self._watch_inputs(runtime, record, args, kwargs, undo)
+        # Not the frames of this function and `pre_forward`, which would then hold themselves.
+        caller = sys._getframe(2) if is_root else None  # noqa: SLF001 - documented for this use
+        opened = _OpenForward(record, is_root, is_recompute, sys.exception(), caller, undo)
+        self._open.append(opened)
         return args, kwargs
 
     def _check_has_values(self, groups: Sequence[ParamGroup]) -> None:
@@ -315,7 +330,7 @@ class ModuleState:
         return not runtime.pass_root._starts_pass(runtime)  # noqa: SLF001 - own class
 
     def _watch_inputs(
-        self, runtime: Runtime, record: ForwardRecord, args: Any, kwargs: Any
+        self, runtime: Runtime, record: ForwardRecord, args: Any, kwargs: Any, undo: Undo
     ) -> tuple[Any, Any]:
         found: dict[int, Tensor] = {}
 
@@ -324,12 +339,12 @@ class ModuleState:
                 found[id(tensor)] = tensor
             return tensor
 
-        _map_inputs(note, args, kwargs)
+        _map_inputs(note, args, kwargs, undo)
         if not found:
             return args, kwargs
         watched = runtime.watch_inputs(record, list(found.values()))
         stand_ins = dict(zip(found, watched, strict=True))
-        return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
+        return _map_inputs(lambda each: stand_ins.get(id(each), each), args, kwargs, undo)
 
     @torch_modules.untraced
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
@@ -341,6 +356,12 @@ class ModuleState:
             self._abandon_trace()  # An exception ended `pre_forward`.
             return output
         forward = self._open.pop()
+        try:
+            return self._leave(module, output, forward)
+        finally:
+            put_back(forward.undo)
+
+    def _leave(self, module: nn.Module, output: Any, forward: _OpenForward) -> Any:
         runtime, group, record = self.runtime, self.group, forward.record
         if sys.exception() is not forward.handled:
             if runtime is not None:
@@ -512,5 +533,6 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _map_inputs(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return map_tensors(fn, args), map_tensors(fn, kwargs) if kwargs else kwargs
+def _map_inputs(fn: Any, args: Any, kwargs: Any, undo: Undo) -> tuple[Any, Any]:
+    args = map_tensors(fn, args, undo)
+    return args, {key: map_tensors(fn, value, undo) for key, value in kwargs.items()}

@@ -245,8 +245,23 @@ def broadcast_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Also cut tensors without dims, which torch sends separately."""
+    """Also cut tensors without dims, which torch sends separately.
+
+    Raises:
+        CheckpointError: Rank 0 has pieces, not whole tensors. Every rank raises.
+
+    Cost: an all-gather of a few bytes besides what torch sends.
+    """
     sharded = _sharded_ones(local_state_dict)
+    has_pieces = holds_sharded(dict(full_state_dict))
+    if sharded and exchange(has_pieces, None, "what rank 0 sends")[0]:
+        msg = (
+            "broadcast_from_rank0: the state dict of rank 0 has sharded tensors, of which it has a "
+            "piece. Pass whole tensors there, such as those of get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), or leave out broadcast_from_rank0 "
+            "and full_state_dict: then each rank loads its pieces."
+        )
+        raise CheckpointError(msg)
     original(full_state_dict, local_state_dict, *args, **kwargs)
     _cut_received(local_state_dict, sharded)
 

@@ -17,7 +17,7 @@ from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import StateError
 from shardkit._params.bucket import bucket_showing
 from shardkit._params.traced_store import TracedStore
-from shardkit._tree import iter_tensors, map_tensors
+from shardkit._tree import Undo, iter_tensors, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -149,12 +149,14 @@ class Passes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any, undo: Undo) -> tuple[Any, Any]:
         """Begin a root's forward; return its inputs."""
         del module
         if self._device.type == "cpu":
             return args, kwargs
-        return map_tensors(self._to_device, args), map_tensors(self._to_device, kwargs)
+        move = self._to_device
+        args = map_tensors(move, args, undo)
+        return args, {key: map_tensors(move, value, undo) for key, value in kwargs.items()}
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -205,8 +207,10 @@ class TracedPasses(Passes):
 
     # --- a root's forward ---
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any, undo: Undo) -> tuple[Any, Any]:
         """Take a batch, and everything else that the forward uses, into the region.
+
+        Containers in a batch of SPMD mode are copied: what the forward writes stays in the region.
 
         Raises:
             StateError: The batch cannot be split evenly, or is hidden in an object.
@@ -222,7 +226,7 @@ class TracedPasses(Passes):
                 stack.callback(self._buffers.restore)
                 self._buffers.enter(module)
             else:
-                args, kwargs = super().enter(module, args, kwargs)
+                args, kwargs = super().enter(module, args, kwargs, undo)
             if torch.is_grad_enabled() and not torch_autograd.has_saved_tensors_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             stack.enter_context(self.region.draw_apart())
