@@ -255,6 +255,7 @@ class Backward:
             _events.observer.end("compute", group.number)
         state.num_watched -= record.input_grads is not None
         self._any_fired |= state.num_arrived > 0
+        self._gathers.gather_put_off()
         if not state.num_watched:
             group.grad_hooks.release()
         if records:

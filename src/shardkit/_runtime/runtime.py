@@ -269,7 +269,7 @@ class Runtime:
             return []
         self.reductions.finish_all()
         self.used.finish()
-        self.gathers.carry_out(self.schedule.reset())
+        self.gathers.reset(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
         return [self.groups[index] for index in self.reductions.order.entered]
@@ -643,11 +643,10 @@ class Runtime:
         for group in self.groups:
             if group.is_shown and group.was_written:
                 keep_own_writes(group, self.streams)
-        self.gathers.carry_out(self.schedule.reset())
+        self.gathers.reset(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
         self.backward.reset()
         self.reductions.reset()
-        self.gathers.forget_put_off()
         self.used.reset()
         self.gathers.settle_host_reads()  # order: after an error the host waits for copies

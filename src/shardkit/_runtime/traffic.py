@@ -241,7 +241,8 @@ class Gathers:
         self._is_host_synchronous = backend.is_host_synchronous
         self._has_own_memory = backend.has_own_memory
         self._is_traced = backend.is_traced
-        self._put_off: list[ParamGroup] = []
+        self._put_off: list[ParamGroup] = []  # Until gradients have come.
+        self._if_needed: list[ParamGroup] = []  # Until a wait, which may never come.
         self._under_way: dict[int, list[Handle]] = {}
         self._refreshed: set[int] = set()
         self._followed: list[tuple[int, ...]] = [() for _ in groups]
@@ -282,9 +283,9 @@ class Gathers:
                 self._gather([group])
             elif op is Op.PREFETCH:
                 # A forward in `functional_call` may need no parameters of the group.
-                (self._put_off if group.gets_only_given else ahead).append(group)
-            elif group in self._put_off:
-                self._put_off.remove(group)
+                (self._if_needed if group.gets_only_given else ahead).append(group)
+            elif group in self._if_needed:
+                self._if_needed.remove(group)
             else:
                 self._free(group)
         if ahead:
@@ -303,6 +304,9 @@ class Gathers:
     def _wait(self, group: ParamGroup) -> None:
         if group in self._put_off:
             self.gather_put_off()
+        elif group in self._if_needed:
+            self._if_needed.remove(group)
+            self._gather([group])
         handles = self._under_way.pop(group.index, None)
         if handles is not None:
             if _events.observer is not None:
@@ -322,7 +326,8 @@ class Gathers:
 
         If only a wait frees memory, backward delays the gather until half of the current group's
         gradients have come. By then the last reduction is done and activations are freed, and there
-        is still enough compute left to hide the gather.
+        is still enough compute left to hide the gather. Ranks may get different gradients, so the
+        gather comes before any other collective, and before backward leaves the layer.
         """
         if self._is_host_synchronous and self.in_trained_layer:
             self.gather_put_off()
@@ -337,11 +342,14 @@ class Gathers:
             self.make_room(groups[0])
             self._gather(groups)
 
-    def forget_put_off(self) -> None:
-        """Drop the delayed prefetch after an exception."""
-        self._put_off.clear()
+    def reset(self, actions: Sequence[Action]) -> None:
+        """Free all memory after an exception, by `actions`, and drop gathers that did not begin."""
+        not_begun = {group.index for group in (*self._put_off, *self._if_needed)}
+        self._put_off, self._if_needed = [], []
+        self.carry_out([(op, index) for op, index in actions if index not in not_begun])
 
     def _gather(self, groups: Sequence[ParamGroup]) -> None:
+        self.gather_put_off()
         by_axis: dict[AxisComm, list[tuple[ParamGroup, list[Store]]]] = {}
         for group in groups:
             for axis, stores in _stores_by_axis(group).items():
