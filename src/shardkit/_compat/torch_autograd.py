@@ -47,9 +47,16 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+current_run: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the engine's innermost run on the calling thread; -1: none.
+
+A backward that is called inside of a backward is a run of its own.
+"""
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward, e.g. in a checkpoint's recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(current_run() != -1)
 
 
 def will_run(node: Any) -> bool:

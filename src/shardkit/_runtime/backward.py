@@ -212,6 +212,7 @@ class Backward:
             )
             raise StateError(msg)
         record.active = True
+        record.run = group.grad_hooks.run = torch_autograd.current_run()
         self._reductions.order.reach(group.index)
         self._inside[group.index].append(record)
         state = self._schedule.states[group.index]
@@ -250,6 +251,10 @@ class Backward:
         group = self._groups[record.group.index]
         records, state = self._inside[group.index], self._schedule.states[group.index]
         records.remove(record)
+        hooks = group.grad_hooks
+        if hooks.nested:
+            hooks.flush()
+        hooks.run = records[-1].run if records else -1
         self._note_left(group, record)
         if _events.observer is not None:
             _events.observer.end("compute", group.number)
@@ -257,7 +262,7 @@ class Backward:
         self._any_fired |= state.num_arrived > 0
         self._gathers.gather_put_off()
         if not state.num_watched:
-            group.grad_hooks.release()
+            hooks.release()
         if records:
             return
         in_own_run = record.in_pass is None  # In that of a reentrant checkpoint.
@@ -405,6 +410,7 @@ class Backward:
         self._gathers.in_trained_layer = False
         for group in self._groups:
             group.grad_hooks.release()
+            group.grad_hooks.run = -1
             self._close_records(group.index)
             self._schedule.states[group.index].forget_gradients()
 

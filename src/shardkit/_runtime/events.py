@@ -32,6 +32,7 @@ class ForwardRecord:
         versions: Versions of the shards when the forward used them.
         input_grads: Weak reference to the node by which backward reports that the gradients of the
             inputs have come; None: it does not report that.
+        run: Number of the engine's run in which backward entered this forward; -1: none has.
         active: Whether backward is inside this forward.
         left_in: Number of the backward that left this forward last; 0: none has.
         is_first: Whether no forward had entered the group since the last backward.
@@ -42,6 +43,7 @@ class ForwardRecord:
     in_pass: int | None
     versions: tuple[int, ...]
     input_grads: weakref.ref[Any] | None = None
+    run: int = -1
     active: bool = False
     left_in: int = 0
     is_first: bool = False
@@ -130,9 +132,17 @@ class GradHooks:
     backward, and almost no code runs for each of them before. The same holds while the gradients of
     a layer are held.
 
+    User code may call backward inside of a backward, once for each part of a batch. Gradients that
+    come in such a run stay in ``.grad`` until backward leaves the layer: they add up there, and the
+    code may read and drop them.
+
     Args:
         group: The `ParamGroup` of the parameters.
         at_once: Whether to take gradients when they come.
+
+    Attributes:
+        run: Number of the engine's run in which backward entered the group; -1: in none.
+        nested: Parameters whose gradients came in runs inside of that one, and were not taken yet.
     """
 
     def __init__(self, group: Any, *, at_once: bool) -> None:
@@ -147,6 +157,8 @@ class GradHooks:
             for index, param in enumerate(gradients.bucket.store.unsharded)
         }
         self.at_once = False
+        self.run = -1
+        self.nested: list[Tensor] = []
         for bucket in self._buckets:
             for param, unsharded in zip(bucket.sharded, bucket.store.unsharded, strict=True):
                 relay_hooks(param, unsharded)
@@ -190,10 +202,11 @@ class GradHooks:
 
     def flush(self) -> None:
         """Take the gradients that have come but were not taken."""
-        for noted in self._noted:
+        for noted in (*self._noted, *self.nested):
             param, of, index = self._places[id(noted)]
             _take_grad(self._group, of, index, None, param)
         self._noted.clear()
+        self.nested.clear()
 
     @property
     def has_left(self) -> bool:
@@ -210,6 +223,7 @@ class GradHooks:
         for param, _, _ in self._places.values():
             param.grad = None
         self._noted.clear()
+        self.nested.clear()
         self.release()
 
 
@@ -242,6 +256,9 @@ def _take_grad(
     """Take a gradient from an unsharded parameter, as its hook."""
     group, gradients, grad = group_ref(), gradients_ref(), param.grad
     if group is None or gradients is None or grad is None:
+        return
+    if layer is not None and group.grad_hooks.run not in (-1, torch_autograd.current_run()):
+        group.grad_hooks.nested.append(param)
         return
     param.grad = None
     if grad.layout is not torch.strided:
