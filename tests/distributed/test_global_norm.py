@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -12,13 +13,29 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import shardkit
 from shardkit import fully_shard
 from workers import on_ranks
 
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
 MAX_NORM = 0.5
+
+
+@contextlib.contextmanager
+def claimed() -> Iterator[None]:
+    """Let shardkit be in the place of FSDP2."""
+    installed = shardkit.install()
+    try:
+        yield
+    finally:
+        installed.undo()
 
 
 def make() -> tuple[typing.Any, nn.Module]:
@@ -69,7 +86,7 @@ def test_it_behaves_as_a_plain_tensor() -> None:
     assert norm < torch.inf
     assert torch.isfinite(norm)
     assert max(norm, 0.0) is norm
-    for result in (norm * 2, 2 / norm, norm + plain, norm**2, norm.square(), -norm, norm.isnan()):
+    for result in (norm + plain, plain / norm, torch.cat([norm[None], plain[None]])):
         assert type(result) is Tensor
     assert f"{norm:.3f} {norm}" == f"{plain:.3f} {plain}"
     assert repr(norm) == repr(plain)
@@ -89,8 +106,39 @@ def test_it_behaves_as_a_plain_tensor() -> None:
     torch.save({"norm": norm}, file)
     file.seek(0)
     assert torch.load(file, weights_only=True)["norm"] == number
-    compiled = torch.compile(lambda value: value * 2 + 1, backend="eager", fullgraph=True)
-    assert compiled(norm).item() == pytest.approx(number * 2 + 1)
+    for context in (contextlib.nullcontext(), claimed()):
+        with context:
+            compiled = torch.compile(lambda value: value * 2 + 1, backend="eager", fullgraph=True)
+            assert compiled(norm).item() == pytest.approx(number * 2 + 1)
     norm.div_(2)
     dist.all_reduce(norm)
     assert norm.item() == pytest.approx(number)
+
+
+@on_ranks(2)
+def test_numbers_over_all_ranks_give_numbers_over_all_ranks() -> None:
+    """Scripts sum what is no DTensor over the ranks, and would count each rank's norm again."""
+    sharded, plain = make()
+    grads = [param.grad for param in sharded.parameters()]
+    wanted = sum(param.grad.square().sum().item() for param in plain.parameters())
+    norms = torch.stack([grad.norm(2) for grad in grads])
+    squares = [grad.square().sum() for grad in grads]
+    for total in (torch.sum(torch.pow(norms, 2)), sum(squares), torch.stack(squares).sum()):
+        assert total.full_tensor().item() == pytest.approx(wanted, rel=1e-5)
+        assert not isinstance(total, DTensor)
+        with claimed():
+            assert isinstance(total, DTensor)
+        assert not hasattr(total, "to_local")
+        with pytest.raises(AttributeError, match="number of all ranks already"):
+            total.to_local()
+
+
+@on_ranks(2)
+def test_it_can_be_saved_by_torch(tmp_path: Path) -> None:
+    sharded, _ = make()
+    norm = nn.utils.get_total_norm([param.grad for param in sharded.parameters()])
+    with claimed():
+        dcp.save({"norm": norm, "model": sharded.state_dict()}, checkpoint_id=tmp_path)
+        found = {"norm": torch.zeros(())}
+        dcp.load(found, checkpoint_id=tmp_path)
+    assert found["norm"] == norm

@@ -67,11 +67,8 @@ def telling_the_truth(function: Callable[P, R]) -> Callable[P, R]:
     return asking
 
 
-class ClientAnswers(HostValues):
-    """The part of a `ShardedTensor` that only other packages need, as they do of a DTensor."""
-
-    local_piece: Tensor
-    spec: ShardSpec
+class ClaimsClass:
+    """A tensor that claims another class beside its own (`answer_to`)."""
 
     @property
     def __class__(self) -> type:
@@ -86,6 +83,13 @@ class ClientAnswers(HostValues):
         if cls is _Claimed.cls:
             return  # `swap_tensors` sets what it read from another sharded tensor.
         object.__dict__["__class__"].__set__(self, cls)
+
+
+class ClientAnswers(ClaimsClass, HostValues):
+    """The part of a `ShardedTensor` that only other packages need, as they do of a DTensor."""
+
+    local_piece: Tensor
+    spec: ShardSpec
 
     @property
     def _local_tensor(self) -> Tensor:

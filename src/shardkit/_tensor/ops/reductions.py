@@ -12,34 +12,50 @@ import torch
 from torch import Tensor
 
 from shardkit._compat import torch_tensors
+from shardkit._tensor.client_answers import ClaimsClass
 from shardkit._tensor.ops.wholes import all_reduce, first_sharded, gathered, refuse, whole
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import part_sums_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shardkit._tensor.spec import Axis
 
     Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-# --- the norm that clipping returns ---------------------------------------------------------------
+# --- what a reduction of a whole tensor returns ---------------------------------------------------
 #
-# FSDP2 returns a DTensor from ``clip_grad_norm_``, and scripts call ``full_tensor()`` on it.
+# FSDP2 returns a DTensor there, on which scripts call ``full_tensor()``. Other scripts ask whether
+# it is a DTensor, and sum it over the ranks if not.
 
 
-class GlobalNorm(Tensor):
-    """A norm over all ranks: the same number on each of them, with nothing to gather.
+class GlobalNumber(ClaimsClass, Tensor):
+    """A number over all ranks: the same one on each of them, with nothing to gather.
 
-    It is a tensor like others, and results computed from it are plain tensors. Combined norms of
-    several parameters (`stack`, `linalg.vector_norm`), and copies, are still norms. Pickles and
-    ``repr`` are those of the plain tensor.
+    It is a tensor like others. What is computed from such numbers alone is such a number again;
+    with other tensors, it is a plain tensor. Pickles and ``repr`` are those of the plain tensor.
     """
 
     def full_tensor(self) -> Tensor:
         """Return the plain tensor over the same memory. No communication."""
         return plain(self)
+
+    @property
+    def to_local(self) -> Any:
+        """Missing attribute: with a DTensor it would be this rank's part, which others add to.
+
+        Raises:
+            AttributeError: Always, so that `hasattr` is False.
+        """
+        msg = (
+            "a norm or another reduction of a sharded tensor has no to_local(): it is the number "
+            "of all ranks already, and must not be summed over them. Use it as it is, or by "
+            "full_tensor(); for norms of gradients there are shardkit's clip_grad_norm_ and "
+            "torch.nn.utils.get_total_norm."
+        )
+        raise AttributeError(msg)
 
     @classmethod
     def __torch_function__(
@@ -51,9 +67,14 @@ class GlobalNorm(Tensor):
     ) -> Any:
         """Run a function as on a plain tensor."""
         del types
+        kwargs = kwargs or {}
         with torch_tensors.plain_torch_functions():
-            result = func(*args, **(kwargs or {}))
-            return as_norm(result) if func in _STAY_NORMS and type(result) is Tensor else result
+            result = func(*args, **kwargs)
+        if type(result) is not Tensor or func.__name__ == "__get__":  # An attribute, as `_base`.
+            return result
+        # One norm of a list makes their stack global, see `foreach_norm`.
+        is_global = func is torch.stack or _are_global((*args, *kwargs.values()))
+        return as_global(result) if is_global else result
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the plain tensor."""
@@ -69,37 +90,30 @@ class GlobalNorm(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy the number."""
-        memo[id(self)] = result = as_norm(plain(self).detach().clone())
+        memo[id(self)] = result = as_global(plain(self).detach().clone())
         return result
 
 
-_STAY_NORMS = frozenset(
-    {
-        torch.stack,
-        torch.linalg.vector_norm,
-        torch.clone,
-        Tensor.clone,
-        Tensor.contiguous,
-        Tensor.cpu,
-        Tensor.cuda,
-        Tensor.detach,
-        Tensor.double,
-        Tensor.float,
-        Tensor.norm,
-        Tensor.to,
-    }
-)
+def _are_global(values: Iterable[Any]) -> bool:
+    """Whether all tensors among arguments, and in lists of them, are numbers over all ranks."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            if not _are_global(value):
+                return False
+        elif isinstance(value, Tensor) and type(value) is not GlobalNumber:
+            return False
+    return True
 
 
-def as_norm(value: Tensor) -> Tensor:
-    """Return a plain tensor as a `GlobalNorm` over the same memory."""
-    return value.as_subclass(GlobalNorm)
+def as_global(value: Tensor) -> Tensor:
+    """Return a plain tensor as a `GlobalNumber` over the same memory."""
+    return value.as_subclass(GlobalNumber)
 
 
-def plain(norm: Tensor) -> Tensor:
-    """Return a `GlobalNorm` as a plain tensor over the same memory."""
+def plain(number: Tensor) -> Tensor:
+    """Return a `GlobalNumber` as a plain tensor over the same memory."""
     with torch_tensors.plain_torch_functions():
-        return norm.as_subclass(Tensor)
+        return number.as_subclass(Tensor)
 
 
 # --- reductions -----------------------------------------------------------------------------------
@@ -139,7 +153,7 @@ def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> 
         if not covers_all(tensor, dims, kwargs):
             return whole(func, args, kwargs)
         tensor.cut_gradient()
-        return shaped(fn(func, args, kwargs), tensor, dims, kwargs)
+        return as_global(shaped(fn(func, args, kwargs), tensor, dims, kwargs))
 
     return handler
 
@@ -403,7 +417,7 @@ def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
 def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     """Return the norm of all elements of tensors, sharded or plain: 0-dim, fp32 or wider.
 
-    The result is a `GlobalNorm`, like the norm that torch computes of sharded gradients.
+    The result is a `GlobalNumber`, like the norm that torch computes of sharded gradients.
 
     Cost: see `sharded_norms`, for each dtype.
     """
@@ -415,10 +429,10 @@ def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
         wide = torch.promote_types(alike[0].dtype.to_real(), torch.float32)
         norms += [norm.to(tensors[0].device, wide) for norm in sharded_norms(alike, order, wide)]
     if not norms:
-        return as_norm(torch.zeros(()))
+        return as_global(torch.zeros(()))
     widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     stacked = torch.stack([norm.to(widest) for norm in norms])
-    return as_norm(torch.linalg.vector_norm(stacked, order))
+    return as_global(torch.linalg.vector_norm(stacked, order))
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -426,14 +440,14 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")  # noqa: PLR2004 - (self, ord, dtype)
     first, *others = sharded_norms(args[0], float(order), dtype)
-    return [as_norm(first), *others]  # One norm makes their stack a norm, and costs least.
+    return [as_global(first), *others]  # One norm makes their stack a norm, and costs least.
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     del func
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     order = float(2 if order is None else order)
-    return as_norm(sharded_norms([args[0]], order, kwargs.get("dtype"))[0])
+    return as_global(sharded_norms([args[0]], order, kwargs.get("dtype"))[0])
 
 
 vector_norm = reduction(_vector_norm, dims_at=2, takes_complex=True)
