@@ -122,9 +122,14 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
 
 
 def as_offload(policy: Any) -> OffloadPolicy:
-    """Return a policy of shardkit for one of FSDP2 or shardkit; a class means its defaults."""
+    """Return a policy of shardkit for one of FSDP2 or shardkit.
+
+    A class means its defaults, and None no offloading, as with FSDP2.
+    """
+    if policy is None:
+        return OffloadPolicy()
     if isinstance(policy, type) and policy.__name__ in ("OffloadPolicy", "CPUOffloadPolicy"):
-        policy = policy()  # A class means its defaults.
+        policy = policy()
     if isinstance(policy, OffloadPolicy):
         return policy
     kinds = {each.__name__ for each in type(policy).__mro__}

@@ -96,7 +96,21 @@ def test_a_class_of_offload_policies_means_its_defaults() -> None:
     assert type(as_offload(OffloadPolicy)) is OffloadPolicy
 
 
-@pytest.mark.parametrize("policy", [None, torch.bfloat16, MixedPrecision(param_dtype=BF16)])
+def test_no_offload_policy_offloads_nothing() -> None:
+    """As with FSDP2: scripts pass None where a setting of theirs is off."""
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=None)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert type(as_offload(None)) is OffloadPolicy
+
+
+def test_none_is_no_policy_of_precision() -> None:
+    with pytest.raises(WrapError, match=r"got None\. Leave it out to cast nothing"):
+        as_mixed_precision(None)
+
+
+@pytest.mark.parametrize("policy", [0, torch.bfloat16, MixedPrecision(param_dtype=BF16)])
 def test_other_policies_are_refused(policy: object) -> None:
     """FSDP1's has other fields."""
     with pytest.raises(WrapError, match="takes a MixedPrecisionPolicy of shardkit or of FSDP2"):

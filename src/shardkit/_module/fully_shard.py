@@ -112,7 +112,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,  # noqa: FBT001
     *,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> FSDPModule: ...
@@ -126,7 +126,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,  # noqa: FBT001
     *,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Sequence[FSDPModule]: ...
@@ -139,7 +139,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     reshard_after_forward: bool | int | None = None,  # noqa: FBT001 - the signature FSDP2's users know
     *,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
@@ -191,7 +191,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             of ranks of its parameter's mesh, as FSDP2 does, unless `set_gradient_divide_factor`
             says otherwise.
         offload_policy: `CPUOffloadPolicy`: shards, gradients and optimizer state on the host.
-            FSDP2's policy works as well.
+            `OffloadPolicy` or None: where they are. FSDP2's policies work as well.
         ignored_params: Parameters to leave alone: they are not sharded or gathered, and their
             gradients are not averaged.
         dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. Then all parameters are DTensors, `mesh` is

@@ -67,7 +67,7 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
     auto_wrap_policy: Any = None,
     auto_wrapper_callable: Callable[..., Any] | None = None,
