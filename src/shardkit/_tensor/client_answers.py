@@ -7,6 +7,7 @@ memory, mostly to find out whether two parameters are the same.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -147,9 +148,24 @@ class ClientAnswers(ClaimsClass, HostValues):
 
     def storage(self) -> Any:
         """Refuse: writers of whole files call it, such as transformers' `save_pretrained`."""
+        raise self._no_whole()
+
+    def data_ptr(self) -> int:
+        """Return 0, as for a DTensor: torch asks to learn that the tensor has no memory of its own.
+
+        Raises:
+            ShardedTensorError: safetensors asks, which would read the whole tensor there.
+        """
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - documented for this use
+        if caller.partition(".")[0] == "safetensors":
+            raise self._no_whole()
+        return super().data_ptr()
+
+    def _no_whole(self) -> ShardedTensorError:
+        """Return the error for a writer of files that asks for the memory of the whole."""
         msg = (
             f"sharded {self.spec.name!r} has no storage of the whole tensor, which a writer of "
             f"files asks for (save_pretrained, safetensors). Save the whole model, on all ranks, "
             f'by shardkit.checkpoint.save_full(path, model, format="safetensors").'
         )
-        raise ShardedTensorError(msg)
+        return ShardedTensorError(msg)

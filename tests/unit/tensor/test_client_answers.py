@@ -7,6 +7,7 @@ import pickle
 import typing
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import default_planner, planner_helpers
@@ -19,6 +20,7 @@ from shardkit import ShardedTensor, ShardedTensorError, fully_shard
 from shardkit.backends import tensor_parallel_of
 
 if typing.TYPE_CHECKING:
+    import pathlib
     from collections.abc import Callable
 
 
@@ -135,6 +137,25 @@ def test_there_is_no_address_of_the_whole() -> None:
     assert weight.data_ptr() == 0  # type: ignore[operator, union-attr]
     with pytest.raises(ShardedTensorError, match=r"no storage of the whole.*save_full"):
         weight.storage()  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("write", [safetensors.torch.save_file, safetensors.torch.save])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_safetensors_cannot_write_pieces(
+    write: Callable[..., object], tmp_path: pathlib.Path, *, is_tied: bool
+) -> None:
+    """diffusers' `save_pretrained` and huggingface_hub's functions write by it."""
+    names = ["last.weight", "tied.weight"] if is_tied else ["first.bias", "norm.weight"]
+    state = sharded_layers(4, 3).state_dict()
+    target = [tmp_path / "model.safetensors"] if write is safetensors.torch.save_file else []
+    with pytest.raises(ShardedTensorError, match=r"no storage of the whole.*save_full"):
+        write({name: state[name] for name in names}, *target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_safetensors_cannot_write_a_sharded_model(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ShardedTensorError, match=r"no storage of the whole.*save_full"):
+        safetensors.torch.save_model(sharded_layers(2, 0), str(tmp_path / "model.safetensors"))
 
 
 def test_there_is_no_description_by_rows() -> None:
