@@ -111,6 +111,11 @@ class DeviceMesh:
         return self.rank
 
     @property
+    def mesh(self) -> Any:
+        """The global ranks as an integer tensor on the CPU, with a dim for each axis; read only."""
+        return self.backend.ranks_tensor(self.ranks, self.shape)
+
+    @property
     def is_first_rank(self) -> bool:
         """Whether this process is the one that logs and warns for the whole mesh."""
         return self.rank == self.ranks[0]

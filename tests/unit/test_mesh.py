@@ -7,6 +7,7 @@ import math
 import typing
 
 import pytest
+import torch
 
 from recording import recording_mesh
 from shardkit import DeviceMesh, MeshError
@@ -153,6 +154,19 @@ def test_the_process_group_is_asked_of_the_backend() -> None:
     with pytest.raises(MeshError, match="name an axis: the mesh has 2"):
         mesh.get_group()
     assert DeviceMesh("cpu", (2,), (0, 1), None, 0, Backend()).get_group() == "group of axis 0"
+
+
+# --- the ranks as a tensor ----------------------------------------------------------------------
+
+
+def test_the_ranks_as_a_tensor() -> None:
+    """As in `mesh` of torch's DeviceMesh, which packages read from ``param.device_mesh``."""
+    whole = torch.arange(24, dtype=torch.int).view(SHAPE)
+    with torch.device("meta"):
+        found = {names: cube(17)[names].mesh for names in (NAMES, NAMES[1:], NAMES[2:])}
+    expected = {NAMES: whole, NAMES[1:]: whole[1], NAMES[2:]: whole[1, 1]}
+    for names, ranks in found.items():
+        torch.testing.assert_close(ranks, expected[names], rtol=0, atol=0)
 
 
 # --- what a mesh is -----------------------------------------------------------------------------

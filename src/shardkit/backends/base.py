@@ -474,6 +474,10 @@ class MeshBackend(ABC):
     def for_axes(self, axes: Sequence[int]) -> MeshBackend:
         """Return the backend of the submesh made of `axes`."""
 
+    def ranks_tensor(self, ranks: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+        """Return the ranks of a mesh as `DeviceMesh.mesh` of torch has them."""
+        return torch.tensor(ranks, dtype=torch.int, device="cpu").view(shape)
+
 
 class Backend(MeshBackend):
     """A `MeshBackend` over whose mesh modules can be sharded.
