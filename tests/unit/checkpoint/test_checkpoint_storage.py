@@ -179,6 +179,18 @@ def test_values_come_back_as_they_were(tmp_path: pathlib.Path) -> None:
     assert loaded == values
 
 
+def test_one_element_of_any_stride_comes_back(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    one = torch.arange(2.0)[1::3].clone()
+    assert one.stride() == (3,)
+    optimizer.state[model.bias]["momentum_buffer"] = one
+    path = checkpoint.save(tmp_path / "x", model, optimizer)
+    one.zero_()
+    checkpoint.load(path, model, optimizer)
+    assert optimizer.state[model.bias]["momentum_buffer"].tolist() == [1.0]
+
+
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match=r"extra 'data' \(PosixPath\) cannot be saved"):
         checkpoint.save(tmp_path / "x", data=tmp_path)

@@ -165,8 +165,10 @@ def without_memory(info: TensorInfo) -> Tensor:
 
 def bytes_of(flat: Tensor) -> memoryview:
     """Return the memory of a 1-D contiguous tensor on the host."""
+    # A single element is contiguous with any stride, but only with 1 torch views it as bytes.
+    dense = flat.detach().as_strided(flat.shape, (1,))
     # Through uint8, since numpy lacks dtypes such as bfloat16.
-    array: Any = flat.detach().view(torch.uint8).numpy()
+    array: Any = dense.view(torch.uint8).numpy()
     return memoryview(array)
 
 
