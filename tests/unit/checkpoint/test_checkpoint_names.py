@@ -183,6 +183,14 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         get_optimizer_state_dict(model, optimizer)
 
 
+def test_state_of_no_parameter_is_refused() -> None:
+    model = Recorded(rank=1).model
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state["k"] = torch.tensor(3)  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="AdamW keeps 'k' in its state beside"):
+        get_optimizer_state_dict(model, optimizer)
+
+
 def test_parameters_of_which_nothing_was_saved() -> None:
     model = Recorded(rank=1).model
     optimizer = torch.optim.AdamW(model.parameters())

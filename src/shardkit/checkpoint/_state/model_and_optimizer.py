@@ -63,6 +63,15 @@ def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
         in_groups = [[aliases[0] for aliases in g] for g in names_in_groups(names, optimizer)]
         flat = list(chain.from_iterable(in_groups))
         numbered = optimizer.state_dict()
+        for key in numbered["state"]:
+            if type(key) is not int or not 0 <= key < len(flat):
+                kind = getattr(optimizer, "optimizer_class", type(optimizer))
+                msg = (
+                    f"{kind.__name__} keeps {key!r} in its state beside that of the parameters, "
+                    f"but a saved state goes by parameter names. Take the entry out of "
+                    f"optimizer.state, save or load it by a name of its own, and put it back."
+                )
+                raise CheckpointError(msg)
         state.update({flat[number]: values for number, values in numbered["state"].items()})
         for group, members in zip(numbered["param_groups"], in_groups, strict=True):
             groups.append({**group, "params": members})
