@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import pprint
 import typing
 
 import pytest
@@ -142,6 +143,71 @@ def values_beside_sharded(folder: str) -> typing.Any:
 
 def test_values_beside_sharded_tensors_come_back(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     assert all(spawn(values_beside_sharded, 2, str(tmp_path / "x")))
+
+
+class Several(torch.optim.SGD):
+    """Keeps several momenta for each parameter, as AggMo does."""
+
+    keys: typing.ClassVar[tuple[typing.Any, ...]] = (0.0, 0.9, 1, -2, True, "x")
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["numbers"] = {1: 2.0, (0, "a"): [3]}
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state[7] = {"list": [{0: torch.zeros_like(param)}], "empty": {(1,): 2}}
+                    state["momenta"] = {key: torch.zeros_like(param) for key in self.keys[:-2]}
+                    state["others"] = {key: torch.zeros_like(param) for key in self.keys[-2:]}
+                for several in (state["momenta"], state["others"], state[7]["list"][0]):
+                    for number, each in enumerate(several.values()):
+                        each.add_(param.grad, alpha=number + 1.0)
+
+
+def state_with_keys(folder: str) -> typing.Any:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    trained, fresh = (Several(model.parameters()) for _ in range(2))
+    train_on_shares(CASES["gpt"], model, trained, range(1))
+    checkpoint.save(f"{folder}/x", model, trained)
+    checkpoint.load(f"{folder}/x", model, fresh)
+
+    def of(optimizer: torch.optim.Optimizer) -> typing.Any:
+        state = checkpoint.gather_optimizer_state(model, optimizer, rank0_only=False)
+        return pprint.pformat(state).split("\n")  # With the keys in order.
+
+    assert of(fresh) == of(trained)
+    for param in model.parameters():
+        kept = fresh.state[param]
+        for each in (*kept["momenta"].values(), *kept[7]["list"][0].values()):
+            assert each.placements == param.placements  # type: ignore[attr-defined]
+            assert type(each) is type(param.detach())
+    train_on_shares(CASES["gpt"], model, fresh, range(1))
+    if dist.get_rank() == 0:
+        checkpoint.consolidate(f"{folder}/x", f"{folder}/x.pt", optimizer=True)
+        whole = torch.load(f"{folder}/x.pt", weights_only=True)["optim"]
+        return sorted(next(iter(whole["state"].values()))["momenta"])
+    return None
+
+
+def test_keys_that_are_no_strings_come_back(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    keys, _ = spawn(state_with_keys, 2, str(tmp_path))
+    assert repr(keys) == "[-2, 0.0, 0.9, 1]"
+
+
+def save_by_tuples(folder: str) -> str:
+    model, optimizer = make_sharded(CASES["gpt"], (2,))
+    for param in model.parameters():
+        optimizer.state[param]["momenta"] = {(0, 1): torch.zeros_like(param)}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(folder, model, optimizer)
+    return str(caught.value)
+
+
+def test_tuples_as_keys_of_sharded_state_are_refused(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    for message in spawn(save_by_tuples, 2, str(tmp_path / "x")):
+        assert "momenta' of the optimizer holds sharded tensors by a key" in message
+        assert "((0, 1), a tuple)" in message
 
 
 def average_on_meta(folder: str) -> bool:

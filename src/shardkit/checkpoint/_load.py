@@ -18,7 +18,15 @@ from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_checkpoint
-from shardkit.checkpoint._files.disk import DAMAGED, Keys, TensorInfo, asides_in, join_keys, nested
+from shardkit.checkpoint._files.disk import (
+    DAMAGED,
+    Keys,
+    TensorInfo,
+    asides_in,
+    join_keys,
+    key_in_dict,
+    nested,
+)
 from shardkit.checkpoint._full import load_full
 from shardkit.checkpoint._save import background, check_arguments
 from shardkit.checkpoint._state.model_and_optimizer import (
@@ -27,6 +35,7 @@ from shardkit.checkpoint._state.model_and_optimizer import (
     optimizer_template,
     parameters_by_name,
     put_optimizer_state,
+    room_for,
     set_model_state_dict,
     unflatten,
 )
@@ -393,7 +402,7 @@ class OptimizerPart:
             misfits.missing.append("optimizer: all of its state")
             return
         first_name: dict[str, str] = {}
-        params: dict[str, nn.Parameter] = {}
+        self._params = params = dict[str, nn.Parameter]()
         for names, param in parameters_by_name(model, optimizers):
             first_name |= dict.fromkeys(names, names[0])
             params |= dict.fromkeys(names, param)
@@ -408,7 +417,8 @@ class OptimizerPart:
             self._places[entry] = (name, keys)
             of_parameter = self._saved.setdefault(name, {})
             if len(keys) == 1:
-                of_parameter[str(keys[0])] = info
+                key: Any = key_in_dict(keys[0])
+                of_parameter[key] = info
         _compare_names(first_name, self._saved, self._groups, model_part.of_others, misfits)
         _compare_classes(model, optimizers, self._saved, misfits)
         for entry, (name, keys) in self._places.items():
@@ -440,7 +450,10 @@ class OptimizerPart:
         targets = {}
         for entry, (name, keys) in self._places.items():
             target = element(self._state["state"], (name, *keys))
-            targets[entry] = room(self._infos[entry]) if target is None else target
+            info = self._infos[entry]
+            if target is None and info is not None:  # Inside of a dict or list.
+                target = room_for(self._params[name], str(keys[0]), info, self._saved)
+            targets[entry] = target
         return targets
 
     def _read_groups(self, source: DistributedCheckpoint, prefix: str) -> list[dict[str, Any]]:
@@ -535,7 +548,7 @@ def _compare_classes(
                 keys = {key for key in saved.get(name, ()) if key not in _KEPT_BESIDE}
                 # With other settings an unknown class may keep more keys, but some are the same.
                 if kept and (is_known or keys.isdisjoint(kept)):
-                    found |= dict.fromkeys(sorted(keys.difference(kept, found)), name)
+                    found |= dict.fromkeys(sorted(keys.difference(kept, found), key=str), name)
         misfits.unexpected += [
             f"optimizer: {key!r} of {name!r} and others, which {kind.__name__} does not keep: "
             f"another class of optimizer was saved"
@@ -566,7 +579,7 @@ class ExtrasPart:
             for name, value in objects.items()
             if name not in names
         ]
-        states: dict[str | int, Any] = {}
+        states: dict[Any, Any] = {}
         self.targets: dict[str, Any] = {}
         for entry, path in self._paths.items():
             info = source.entries[entry]

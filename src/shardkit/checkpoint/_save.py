@@ -30,6 +30,7 @@ from shardkit.backends.watch.watchdog import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import is_plain
+from shardkit.checkpoint._dcp.manifest import saved_key
 from shardkit.checkpoint._dcp.writer import CheckpointWriter, SavePlanner, Whole
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
@@ -82,7 +83,8 @@ class Job:
                 for name, value in get_model_state_dict(self.model).items()
             }
             if self.optimizers is not None:
-                state["optim"] = get_optimizer_state_dict(self.model, self.optimizers)
+                optim = get_optimizer_state_dict(self.model, self.optimizers)
+                state["optim"] = {part: _with_keys(part, of_it) for part, of_it in optim.items()}
         if self.extra:
             state["extra"] = {name: _extra(name, value) for name, value in self.extra.items()}
         return state
@@ -131,7 +133,8 @@ def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any) -> Path:
             return state
 
         planner = SavePlanner(make_state, meter.expect)
-        writer.stages = planner.stages  # Known when all ranks have planned.
+        # Known when all ranks have planned.
+        writer.stages, writer.keys = planner.stages, planner.keys
         try:
             if dist.is_initialized():
                 with channel_of(group).section("saving", "a checkpoint"):
@@ -195,6 +198,30 @@ def _in_entries(name: str, value: Any) -> Any:
         )
         raise CheckpointError(msg)
     return {key: _in_entries(f"{name}.{key}", entry) for key, entry in value.items()}
+
+
+def _with_keys(name: str, value: Any) -> Any:
+    """Return a part of an optimizer's state; a dict whose keys no path can have is one entry.
+
+    Raises:
+        CheckpointError: Such a dict holds sharded tensors.
+    """
+    if isinstance(value, list):
+        return [_with_keys(f"{name}.{i}", entry) for i, entry in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        try:
+            saved_key(key)
+        except ValueError as error:
+            if not _is_distributed_state(value):
+                return Whole(name, value)
+            msg = (
+                f"{name!r} of the optimizer holds sharded tensors by a key that cannot be saved "
+                f"({key!r}, a {type(key).__name__}). Make the keys strings or numbers."
+            )
+            raise CheckpointError(msg) from error
+    return {key: _with_keys(f"{name}.{key}", entry) for key, entry in value.items()}
 
 
 def _is_kept(value: Any) -> bool:

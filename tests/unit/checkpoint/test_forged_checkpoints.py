@@ -118,6 +118,12 @@ FORGED_BODIES: dict[str, tuple[Callable[[Body], object], str]] = {
     "huge metadata": (lambda body: body["metadata"].update(nbytes=2**80), "size of .metadata"),
     "layout": (lambda body: body.update(layout=None), "another type"),
     "missing": (lambda body: body.pop("metadata"), "KeyError"),
+    "keys": (lambda body: body.update(keys=[1]), "AttributeError|not the manifest"),
+    "text as key": (lambda body: body.update(keys={"model.bias": [[0, "x"]]}), "a key is 'x'"),
+    "long key": (lambda body: body.update(keys={"model.bias": [[0, 2**62]]}), "a key is 4611686"),
+    "no position": (lambda body: body.update(keys={"model.bias": [[-1, 0.5]]}), "position in"),
+    "another key": (lambda body: body.update(keys={"model.bias": [[1, 0.5]]}), "differ about"),
+    "far key": (lambda body: body.update(keys={"model.bias": [[9, 0.5]]}), "differ about"),
 }
 
 
@@ -541,7 +547,8 @@ def test_names_that_no_terminal_shows(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_manifest_of_before_names_nobody(saved: pathlib.Path) -> None:
-    rewrite_manifest(saved, body=lambda body: body.pop("saved_by"))
+    rewrite_manifest(saved, body=lambda body: (body.pop("saved_by"), body.pop("keys")))
     assert manifest.read_manifest(saved).saved_by == ""
+    assert manifest.read_manifest(saved).keys == {}
     assert verify(saved).problems == []
     assert dcp.FileSystemReader(saved).read_metadata().state_dict_metadata

@@ -13,11 +13,20 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.disk import DAMAGED, is_plain_name, open_regular, read_index
+from shardkit.checkpoint._files.disk import (
+    DAMAGED,
+    IntKey,
+    Keys,
+    is_plain_name,
+    open_regular,
+    read_index,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from shardkit.checkpoint._files.disk import Key
 
 MANIFEST_FILE = "shardkit.json"
 """Name of the manifest in a checkpoint's directory."""
@@ -82,6 +91,23 @@ class Manifest:
     saved_by: str = ""
     # Entries of each model, if ranks had different ones (stages of a pipeline).
     stages: Sequence[Sequence[str]] = ()
+    # Keys on the ways to entries that are no strings, by entry: position in its path, and the key.
+    # `.metadata` has them as strings.
+    keys: Mapping[str, Sequence[tuple[int, Key]]] = field(default_factory=dict)
+
+    def path_of(self, entry: str, path: Keys) -> Keys:
+        """Return the path of an entry in `.metadata` with the keys that were saved.
+
+        Raises:
+            CheckpointError: The path has other keys there.
+        """
+        result = list(path)
+        for position, key in self.keys.get(entry, ()):
+            if position >= len(path) or path[position] != str(key):
+                msg = f"{MANIFEST_FILE} and .metadata differ about the keys of {entry!r}. {DAMAGED}"
+                raise CheckpointError(msg)
+            result[position] = key
+        return tuple(result)
 
     def dump(self) -> bytes:
         """Return the content of the file."""
@@ -92,6 +118,7 @@ class Manifest:
             "layout": self.layout,
             "saved_by": self.saved_by,
             "stages": self.stages,
+            "keys": self.keys,
             "files": {
                 name: {
                     "nbytes": stored.nbytes,
@@ -159,6 +186,12 @@ def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
     if not all(isinstance(name, str) for stage in stages for name in stage):
         msg = "stages have names of another type"
         raise TypeError(msg)
+    keys = {
+        entry: [
+            (_natural(position, f"position in {entry!r}"), _key(key)) for position, key in found
+        ]
+        for entry, found in body.get("keys", {}).items()
+    }
     return Manifest(
         header,
         files,
@@ -168,7 +201,36 @@ def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
         block_nbytes=block_nbytes,
         saved_by=saved_by,
         stages=stages,
+        keys=keys,
     )
+
+
+def saved_key(key: object) -> Key:
+    """Return a key of a dict as a path has it.
+
+    Raises:
+        ValueError: It does not come back from a file: it is no string, number, bool or None.
+    """
+    plain: Any = key
+    for kind in (bool, int, float, str):
+        if isinstance(key, kind):
+            plain = kind(key)
+            break
+    if str(plain) != str(key):
+        msg = f"{key!r} is written otherwise than {plain!r}"
+        raise ValueError(msg)
+    return plain if type(plain) is str else _key(plain)
+
+
+def _key(value: Any) -> Key:
+    """Return a key that is no string; integers are limited, so that few have the same hash."""
+    if type(value) is int and abs(value) < _LIMIT:
+        return IntKey(value)
+    if value is not None and type(value) not in (bool, float):
+        msg = f"a key is {value!r}"
+        raise ValueError(msg)
+    key: Key = value
+    return key
 
 
 def _check_item(item: Item, name: str, block_nbytes: int) -> None:

@@ -286,6 +286,8 @@ class DistributedCheckpoint(Source):
         known = known if isinstance(known, dict) else {}
         # Keys that led to each entry in the nested state; one key if they are not known.
         self.paths = {name: tuple(known.get(name, (name,))) for name in self.entries}
+        if manifest is not None and manifest.keys:
+            self.paths = {name: manifest.path_of(name, path) for name, path in self.paths.items()}
 
     @property
     def files(self) -> list[Path]:

@@ -8,6 +8,7 @@ import math
 import pickle
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,21 @@ from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import map_leaves
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import FileStream, not_reported, raw_bytes, tensor_frame
-from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE, Header, Item, Manifest, StoredFile
+from shardkit.checkpoint._dcp.manifest import (
+    MANIFEST_FILE,
+    Header,
+    Item,
+    Manifest,
+    StoredFile,
+    saved_key,
+)
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files import disk
-from shardkit.checkpoint._files.disk import Keys, join_keys, why_refused, write_synced
+from shardkit.checkpoint._files.disk import Key, Keys, join_keys, why_refused, write_synced
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint import planner as dcp
@@ -99,6 +107,7 @@ class SavePlanner(DefaultSavePlanner):
         self._expect = expect
         self._own_names: dict[str, str] = {}
         self.stages: list[list[str]] = []
+        self.keys: dict[str, list[tuple[int, Key]]] = {}
 
     def set_up_planner(
         self,
@@ -107,7 +116,11 @@ class SavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - DCP's signature
     ) -> None:
         """Make the state; the one that DCP passes is empty."""
-        super().set_up_planner({**state_dict, **self._collect()}, storage_meta, is_coordinator)
+        state = {**state_dict, **self._collect()}
+        super().set_up_planner(state, storage_meta, is_coordinator)
+        # DCP has made strings of all keys.
+        paths: Any = self.mappings
+        self.mappings = {name: _saved_path(path, state) for name, path in paths.items()}
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Spread what several ranks hold evenly over them, by bytes; called by the coordinator.
@@ -118,7 +131,10 @@ class SavePlanner(DefaultSavePlanner):
         if len(models) > 1:
             self.stages[:] = map(sorted, models)
         renamed, own_names = _with_groups_of_all_stages(all_plans)
-        plans, metadata = super().create_global_plan(_without_copies(renamed))
+        self.keys.update(_keys_of(renamed))
+        plans, metadata = super().create_global_plan(
+            _without_copies([_with_keys_of_dcp(plan) for plan in renamed])
+        )
         return [
             replace(plan, planner_data=names) for plan, names in zip(plans, own_names, strict=True)
         ], metadata
@@ -148,6 +164,42 @@ class SavePlanner(DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
+def _saved_path(path: Keys, state: Any) -> Any:
+    """Return the path of an entry of DCP in a state with the keys that the state has."""
+    result: list[Key] = []
+    for part in path:
+        key: Any = part
+        if isinstance(state, Mapping) and part not in state:
+            key = next(each for each in state if str(each) == part)
+            result.append(saved_key(key))
+        else:
+            result.append(part)
+        state = state[key]
+    return tuple(result)
+
+
+def _is_of_dcp(key: Key) -> bool:
+    return type(key) in (str, int)
+
+
+def _keys_of(plans: Sequence[SavePlan]) -> dict[str, list[tuple[int, Key]]]:
+    """Return the keys that DCP does not keep, by entry, each with its position in the path."""
+    paths = itertools.chain(*(plan.planner_data.items() for plan in plans))
+    return {
+        name: [(position, key) for position, key in enumerate(path) if not _is_of_dcp(key)]
+        for name, path in paths
+        if not all(map(_is_of_dcp, path))
+    }
+
+
+def _with_keys_of_dcp(plan: SavePlan) -> SavePlan:
+    paths = {
+        name: tuple(key if _is_of_dcp(key) else str(key) for key in path)
+        for name, path in plan.planner_data.items()
+    }
+    return replace(plan, planner_data=paths)
+
+
 def _entries_of_model(plan: SavePlan) -> frozenset[str]:
     return frozenset(name for name, path in plan.planner_data.items() if path[0] == "model")
 
@@ -164,7 +216,7 @@ def _with_groups_of_all_stages(
     renamed: list[SavePlan] = []
     own_names: list[dict[str, str]] = []
     for plan in plans:
-        paths: dict[str, Keys] = plan.planner_data
+        paths: dict[str, Any] = plan.planner_data
         of_model = _entries_of_model(plan)
         numbers = [int(path[2]) for path in paths.values() if path[:2] == _GROUPS]
         if of_model not in firsts:
@@ -240,6 +292,7 @@ class CheckpointWriter(FileSystemWriter):
         target: Path that the checkpoint gets.
         layout: Part of the manifest: how parameters are spread, for people to read.
         stages: Part of the manifest: entries of each model, if ranks have different models.
+        keys: Part of the manifest: keys of dicts that are no strings.
     """
 
     def __init__(  # noqa: D417 - `path` needs no more
@@ -263,6 +316,7 @@ class CheckpointWriter(FileSystemWriter):
         self._step = step
         self.layout: Mapping[str, Any] = {}
         self.stages: Sequence[Sequence[str]] = ()
+        self.keys: Mapping[str, Sequence[tuple[int, Key]]] = {}
         self._report = report or not_reported
         self._before: directory.Stamp = None
         self._new: Path | None = None
@@ -361,6 +415,7 @@ class CheckpointWriter(FileSystemWriter):
             self.layout,
             saved_by=str(disk.own()),
             stages=self.stages,
+            keys=self.keys,
         )
         mine = directory.stamp(folder)
         write_synced(folder / MANIFEST_FILE, manifest.dump())

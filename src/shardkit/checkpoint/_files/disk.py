@@ -45,7 +45,12 @@ DAMAGED = "The checkpoint is damaged: load another one."
 _MAX_NAME_LEN = 255  # No file system has longer names.
 
 
-Keys = tuple[str | int, ...]
+class IntKey(int):
+    """An integer that is a key of a dict; other integers are positions in lists."""
+
+
+Key = str | int | float | None
+Keys = tuple[Key, ...]
 """Keys that lead to an entry in nested dicts and lists."""
 
 
@@ -139,15 +144,20 @@ def join_keys(path: Keys) -> str:
 
 
 def nested(values: Mapping[Keys, Any]) -> Any:
-    """Return values in the dicts and lists where they were; integer keys make a list."""
+    """Return values in the dicts and lists where they were; positions make a list."""
     if () in values:
         return values[()]
-    inner: dict[str | int, dict[Keys, Any]] = {}
+    inner: dict[Any, dict[Keys, Any]] = {}
     for path, value in values.items():
         inner.setdefault(path[0], {})[path[1:]] = value
-    if all(isinstance(key, int) for key in inner):
+    if all(type(key) is int for key in inner):
         return [nested(inner[key]) for key in sorted(inner)]
-    return {key: nested(rest) for key, rest in inner.items()}
+    return {key_in_dict(key): nested(rest) for key, rest in inner.items()}
+
+
+def key_in_dict(key: Key) -> Key:
+    """Return the key of a dict that is part of a path."""
+    return int(key) if isinstance(key, IntKey) else key
 
 
 def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
