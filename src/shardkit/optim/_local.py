@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import writing_only
 from shardkit.optim._codecs import codec_of, fresh_state, is_number, own_random_numbers
 from shardkit.optim._delegating import DelegatingOptimizer, State
+from shardkit.optim._refusals import BY_OWNERS, NORM, check_elementwise
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -25,44 +25,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardkit.optim._codecs import Codec
-
-
-# --- refusals -------------------------------------------------------------------------------------
-#
-# No class declares whether it is elementwise, so the others are known by name. Other optimizers
-# that look at shapes, rows or norms train without an error, but not as on one device.
-
-_NORM = "it scales updates by norms of whole parameters"
-_REMEDY = "Use shardkit.optim.MatrixOptimizer for optimizers of matrices, or another class."
-_REASONS = {
-    word: reason
-    for reason, words in {
-        "it updates matrices as a whole": "muon adamuon shampoo soap galore psgd kron apollo",
-        "it keeps state of rows and columns": "adafactor came",
-        "it keeps one number for each head or row": "adammini",
-        _NORM: "lamb lars larc adamp sgdp novograd",
-        "it takes norms over all parameters": "lbfgs prodigy dadapt",
-        "its gradients are sparse, and sharded ones are dense": "sparseadam",
-    }.items()
-    for word in words.split()
-}
-_NAME = re.compile(
-    r"^(?:distributed|pytorch|paged|fused|single|normuon)?"
-    rf"(?P<word>{'|'.join(sorted(_REASONS, key=len, reverse=True))})"
-    r"(?:adamw?|adagrad|sgd|lion|adan|v\d|\d*bit|\d+|wrapper|pure|ex|schedulefree)*$"
-)
-
-
-def _refuse_class(optimizer_class: type[Optimizer]) -> None:
-    """Refuse a class of optimizers that is known not to be elementwise."""
-    for base in optimizer_class.__mro__:
-        found = _NAME.match(base.__name__.lower().replace("_", ""))
-        if found is not None:
-            msg = (
-                f"{optimizer_class.__module__}.{optimizer_class.__name__} cannot run on pieces of "
-                f"parameters: {_REASONS[found['word']]}. {_REMEDY}"
-            )
-            raise OptimizerError(msg)
 
 
 # --- random numbers alike on replicas -------------------------------------------------------------
@@ -428,12 +390,12 @@ class LocalOptimizer(DelegatingOptimizer):
         self._copies: list[tuple[Tensor, int]] = []
 
     def _probe(self) -> Optimizer:
-        _refuse_class(self.optimizer_class)
+        check_elementwise(self.optimizer_class)
         probe = super()._probe()
         # An option of bitsandbytes: it clips each parameter's update by its norm.
         if getattr(getattr(probe, "args", None), "max_unorm", 0.0):
             name = type(probe).__name__
-            msg = f"{name} with max_unorm cannot run on pieces of parameters: {_NORM}. {_REMEDY}"
+            msg = f"{name} with max_unorm cannot run on pieces of parameters: {NORM}. {BY_OWNERS}"
             raise OptimizerError(msg)
         self._codec = codec_of(probe)
         self._is_random = bool(getattr(probe, "bf16_stochastic_round", False))

@@ -16,6 +16,7 @@ from shardkit._tensor.written_values import Mark, writing_only
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._owners import Gathering, Scattering, make_owner_groups, matrix_cost
+from shardkit.optim._refusals import check_by_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -415,7 +416,9 @@ class MatrixOptimizer(DelegatingOptimizer):
     It is for classes that need more of a parameter than a range of its elements:
     ``torch.optim.Muon``, ``torch.optim.Adafactor``, Shampoo, SOAP. In each step gradients go
     straight to the owners, and new values come back. Nothing is computed twice, and the result is
-    the same as that of `optimizer_class` on whole parameters.
+    the same as that of `optimizer_class` on whole parameters. The class must update each parameter
+    by itself, without random numbers. Classes that are known to compute over all parameters
+    together are refused (LBFGS, Prodigy, D-Adaptation, ...).
 
     The owners are ranks of all axes of a parameter's mesh; the work is balanced by `cost`. An owner
     keeps a whole copy of its parameters. If other code writes a parameter (`load_state_dict`,
@@ -465,9 +468,9 @@ class MatrixOptimizer(DelegatingOptimizer):
             **defaults: Options of `optimizer_class`.
 
         Raises:
-            OptimizerError: `optimizer_class` is no class of optimizers, or `batch_bytes` is below
-                1. At the first step: parameters are on XLA devices, ranks have different
-                parameters, or stacks are not sharded.
+            OptimizerError: `optimizer_class` is no class of optimizers, or is known to compute over
+                all parameters together, or `batch_bytes` is below 1. At the first step: parameters
+                are on XLA devices, ranks have different parameters, or stacks are not sharded.
             Exception: Any error of `optimizer_class` about parameters of these shapes.
         """
         if batch_bytes < 1:
@@ -542,6 +545,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         raise OptimizerError(msg)
 
     def _probe(self) -> Optimizer:
+        check_by_parameter(self.optimizer_class)
         return self.optimizer_class([nn.Parameter(torch.zeros(1, 1))], **self._options)
 
     def _is_outdated(self) -> bool:

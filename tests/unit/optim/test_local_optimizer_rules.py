@@ -1,4 +1,4 @@
-"""What `LocalOptimizer` refuses, and how it behaves where nothing is sharded."""
+"""What `LocalOptimizer` refuses, also with `MatrixOptimizer`; its ways where nothing is sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recording import recording_mesh
 from shardkit import OptimizerError, checkpoint, fully_shard
 from shardkit._compat.torch_tensors import version_of
 from shardkit._tensor.spec import ShardSpec
-from shardkit.optim import LocalOptimizer
+from shardkit.optim import LocalOptimizer, MatrixOptimizer
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -47,7 +47,9 @@ def test_classes_of_torch_that_are_not_elementwise(name: str, reason: str) -> No
 
 @pytest.mark.parametrize(
     "name", ["Lamb", "LAMB32bit", "LARS8bit", "DistributedShampoo", "SOAP", "Prodigy", "Lars",
-             "DAdaptAdam", "GaLoreAdamW8bit", "Adam_mini", "CAME", "AdamP", "FusedLAMB"]
+             "DAdaptAdam", "GaLoreAdamW8bit", "Adam_mini", "CAME", "AdamP", "FusedLAMB",
+             "StableAdamW", "SM3", "Nero", "SPlus", "Scion", "ScionLight", "Fromage", "Amos",
+             "Adalite", "Adai", "AvaGrad", "AdaGC", "ProdigyPlusScheduleFree"]
 )  # fmt: skip
 def test_other_classes_by_name(name: str) -> None:
     with pytest.raises(OptimizerError, match=f"{name} cannot run on pieces"):
@@ -56,11 +58,37 @@ def test_other_classes_by_name(name: str) -> None:
         LocalOptimizer([nn.Parameter(torch.ones(4))], type("Mine", (a_class(name),), {}))
 
 
-@pytest.mark.parametrize(
-    "name", ["Lion", "AdamWScheduleFree", "Adan", "Tiger", "Camel", "AdamWFp8"]
-)
+@pytest.mark.parametrize("name", ["Lion", "Adan", "Tiger", "Camel", "AdamWFp8"])
 def test_elementwise_classes_by_name(name: str) -> None:
     LocalOptimizer([nn.Parameter(torch.ones(4))], a_class(name))
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Prodigy", "DAdaptAdam", "dadapt_sgd", "Adai"])
+def test_classes_that_compute_over_all_parameters_take_them_directly(name: str) -> None:
+    for delegating in (LocalOptimizer, MatrixOptimizer):
+        with pytest.raises(OptimizerError, match=r"over all parameters\. Pass the sharded"):
+            delegating([nn.Parameter(torch.ones(4))], a_class(name))
+
+
+class AdamWScheduleFree(torch.optim.SGD):
+    """Swaps its weights for those of training, and back."""
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
+def test_classes_that_swap_weights_take_sharded_parameters_directly() -> None:
+    for delegating in (LocalOptimizer, MatrixOptimizer):
+        with pytest.raises(OptimizerError, match=r"call its train\(\) and eval\(\)\. Pass the sh"):
+            delegating([nn.Parameter(torch.ones(4))], AdamWScheduleFree)
+
+
+def test_classes_of_single_parameters_run_on_owners() -> None:
+    for name in ("Lamb", "SM3", "CAME"):
+        MatrixOptimizer([nn.Parameter(torch.ones(4))], a_class(name))
 
 
 def test_what_is_no_class_of_optimizers() -> None:
