@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import typing
 import warnings
 
@@ -245,6 +247,62 @@ def train_chunks() -> Differences:
 
 def test_a_head_that_runs_alone_in_chunks(spawn: Spawn) -> None:
     check(spawn(train_chunks, 2))
+
+
+# --- containers with a forward of their own -----------------------------------------------------
+
+
+class Chain(nn.ModuleDict):
+    """As torchvision's `IntermediateLayerGetter`, timm's and SpeechBrain's containers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.values():
+            x = torch.tanh(module(x))
+        return x
+
+
+class Experts(nn.ModuleList):
+    """It has a parameter of its own, and slices itself."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(modules)
+        self.scale = nn.Parameter(torch.rand(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * sum(expert(x) for expert in self[1:]) + self[0](x)
+
+
+def nested(root: type[nn.Module]) -> nn.Module:
+    """Return a root of a class, with a container of the other class in it."""
+    if root is Chain:
+        return Chain(
+            {"first": nn.Linear(7, 6), "last": Experts([nn.Linear(6, 5) for _ in range(3)])}
+        )
+    inner = (Chain({"up": nn.Linear(7, 6), "down": nn.Linear(6, 5)}) for _ in range(3))
+    return Experts([*inner])
+
+
+def train_containers(ranks: Ranks, root: type[nn.Module], reshard: bool) -> Differences:
+    case = dataclasses.replace(
+        CASES["mlp"],
+        make=functools.partial(nested, root),
+        groups=lambda model: [m for m in model.children() if not isinstance(m, nn.Linear)],
+    )
+    reference = ranks.make(case)
+    model = ranks.shard(case, reference, reshard_after_forward=reshard)
+    assert all(isinstance(each, FSDPModule) for each in (model, *case.groups(model)))
+    differences = compare_training(case, model, reference, ranks=ranks)
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("root", [Chain, Experts])
+@on_meshes((2,))
+def test_containers_with_a_forward_are_sharded_as_other_modules(
+    run: Run, root: type[nn.Module]
+) -> None:
+    choices = {f"{mode}": mode for mode in (True, False)}
+    assert_each_within(run.each(choices, train_containers, root), **TRAINED)
 
 
 # --- methods other than forward -----------------------------------------------------------------

@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
 
 MAX_MESH_NDIM = 2
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+"""Classes that are never units: the modules that hold them use their parameters directly."""
+
+
+def why_never_gathered(module: nn.Module) -> str | None:
+    """Return why no call of a module would gather its parameters; None: calls of it do."""
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        return "has no forward"
+    if isinstance(module, PARAMETER_CONTAINERS):
+        return "is a container, whose parameters may be used without it"
+    return None
 
 
 def check_module(module: nn.Module) -> None:
@@ -49,15 +59,13 @@ def check_module(module: nn.Module) -> None:
             f"first forward, or use a 2-D mesh instead of replicate()."
         )
         raise WrapError(msg)
-    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
-    if isinstance(module, _CONTAINERS) or not has_forward:
-        why = "has no forward"
-        if has_forward:
-            why = "is a container, whose modules may be called without it"
+    why = why_never_gathered(module)
+    if why is not None:
+        inner = "each module in it, or on a list of them to form one group, then on "
+        inner = "" if isinstance(module, PARAMETER_CONTAINERS) else inner
         msg = (
             f"{type(module).__name__} {why}, so its parameters would never be gathered. "
-            f"Call fully_shard on each module in it, or on a list of them to form one group, then "
-            f"on the module that holds it."
+            f"Call fully_shard on {inner}the module that holds it."
         )
         raise WrapError(msg)
     for name, child in module.named_modules():

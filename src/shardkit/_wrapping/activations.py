@@ -13,6 +13,7 @@ from shardkit._module.activation_checkpoint import (
     checkpoint_module,
     complaint_of,
 )
+from shardkit._module.checks import why_never_gathered
 from shardkit._module.fsdp_module import own_class
 from shardkit._text import listed
 from shardkit._wrapping.policies import ModuleTree, chosen_by, described, word_of
@@ -174,7 +175,7 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
 
 def _is_composite(module: nn.Module) -> bool:
     """Return whether a module has parameters and is more than a single layer of torch."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and why_never_gathered(module):
         return False
     is_layer = own_class(module).__module__.startswith("torch.nn.")
     has_parameters = next(module.parameters(), None) is not None

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from shardkit import _schedule
 from shardkit._compat import torch_modules
 from shardkit._errors import WrapError
+from shardkit._module.checks import PARAMETER_CONTAINERS, why_never_gathered
 from shardkit._module.fsdp_module import own_class
 from shardkit._params.packing import numel_and_dtype
 from shardkit._text import nearest
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 # --- modules by name ------------------------------------------------------------------------------
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CLOSED = (nn.MultiheadAttention, ParametrizationList)
 """Classes whose forward reads the weights of their children without calling them."""
 
@@ -116,16 +116,12 @@ class ModuleTree:
         cut = map(numel_and_dtype, params)
         return sum(numel * policy.dtypes_for(dtype)[0].itemsize for numel, dtype in cut)
 
-    def is_container(self, module: nn.Module) -> bool:
-        """Whether a module has no forward and is therefore never called."""
-        return isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward
-
     def may_be_unit(self, module: nn.Module) -> bool:
         """Whether a policy may choose a module: it is called, and holds parameters."""
         return (
             module is not self.model
             and id(module) not in self.closed
-            and not self.is_container(module)
+            and why_never_gathered(module) is None
             and next(self.params(module), None) is not None
         )
 
@@ -440,7 +436,7 @@ class _Balance:
             if not nbytes or id(child) in self._seen:
                 continue
             is_block = is_chain and self._tree.may_be_unit(child)
-            is_list = is_chain and isinstance(child, _LISTS)
+            is_list = is_chain and isinstance(child, _LISTS) and not is_block
             is_small = is_block and nbytes <= self._largest
             # Groups that hold a shared module and others could lie inside of each other.
             if (is_small or is_list) and not self._tree.is_shared(child):
@@ -701,11 +697,16 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
             msg = f"groups are named by strings, or by tuples of them for one group, got {key!r}."
             raise WrapError(msg)
     for name in dict.fromkeys(name for names in chosen for name in names):
-        if name and tree.is_container(tree.modules[name]):
+        why = why_never_gathered(tree.modules[name]) if name else None
+        if why is not None:
+            remedy = (
+                f"the modules in it: '{name}.*'; or all in a tuple, as one group: ('{name}.*',)"
+            )
+            if isinstance(tree.modules[name], PARAMETER_CONTAINERS):
+                remedy = "the module that holds it"
             msg = (
-                f"{name!r} is a {type(tree.modules[name]).__name__} and has no forward, so its "
-                f"parameters would never be gathered. Name the modules in it: '{name}.*'; or all "
-                f"of them in a tuple, as one group: ('{name}.*',)."
+                f"{name!r}, a {type(tree.modules[name]).__name__}, {why}, so its parameters would "
+                f"never be gathered. Name {remedy}."
             )
             raise WrapError(msg)
     return {

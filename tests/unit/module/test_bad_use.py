@@ -46,6 +46,35 @@ def trains(model: nn.Module) -> bool:
     return all(p.grad is not None for p in model.parameters())
 
 
+# --- which modules ------------------------------------------------------------------------------
+
+
+class Weights(nn.ParameterDict):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self["scale"]
+
+
+@pytest.mark.parametrize(
+    ("container", "message"),
+    [
+        (nn.ModuleList([nn.Linear(4, 4)]), r"ModuleList has no forward.*on each module in it"),
+        (nn.ModuleDict({"a": nn.Linear(4, 4)}), r"ModuleDict has no forward.*each module in it"),
+        (nn.ParameterList([torch.ones(4)]), r"List has no forward.* on the module that holds it\."),
+        (
+            Weights({"scale": torch.ones(4)}),
+            r"Weights is a container, whose parameters may be used",
+        ),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
+)
+def test_containers_that_are_not_called(container: nn.Module, message: str) -> None:
+    mesh, _ = recording_mesh((2,))
+    before = type(container)
+    with pytest.raises(WrapError, match=message):
+        fully_shard(container, mesh)
+    assert type(container) is before
+
+
 # --- in which order -----------------------------------------------------------------------------
 
 

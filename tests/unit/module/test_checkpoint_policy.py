@@ -112,6 +112,15 @@ def test_blocks_in_dicts_and_sequences() -> None:
     assert chosen == ["layers.a", "layers.b", "stages.0", "stages.2", *within]
 
 
+def test_dicts_that_have_a_forward_are_blocks() -> None:
+    class Parts(nn.ModuleDict):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self["second"](self["first"](x))
+
+    model = nn.Sequential(*(Parts({"first": Mlp(), "second": Mlp()}) for _ in range(2)))
+    assert checkpoint_activations(model) == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     "classes", [Block, [Block], "Block", ("Block",), f"{__name__}.Block", (Block, "Block")]
 )

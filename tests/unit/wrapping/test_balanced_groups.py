@@ -140,6 +140,37 @@ def test_layers_of_a_part_that_occurs_once_are_groups() -> None:
     assert names(on_meta(Parts)) == [*((f"parts.encoder.{name}",) for name in blocks), ("",)]
 
 
+def run_all(modules: typing.Any, x: Tensor) -> Tensor:
+    for module in modules:
+        x = module(x)
+    return x
+
+
+class OwnList(nn.ModuleList):
+    forward = run_all
+
+
+class OwnSequence(nn.Sequential):
+    forward = run_all
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("num_layers", [2, 8])
+def test_a_list_with_a_forward_is_divided_as_a_sequence_with_one(
+    num_parts: int, num_layers: int
+) -> None:
+    def groups(kind: Callable[..., nn.Module]) -> list[tuple[str, ...]]:
+        with torch.device("meta"):
+            layers = [[nn.Linear(1024, 1024) for _ in range(num_layers)] for _ in range(num_parts)]
+            parts = [kind(each) for each in layers]
+            return names(nn.Sequential(*parts, nn.Linear(1024, 10)))
+
+    found = groups(OwnList)
+    assert found == groups(lambda layers: OwnSequence(*layers))
+    whole = [(str(i),) for i in range(num_parts)]
+    assert set(whole).issubset(found) == (num_parts == 2)
+
+
 # --- children that code chooses among -------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import typing
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_units_may_have_arguments() -> None:
     ("policy", "message"),
     [
         ({"bloks.*": {}}, r"has the name 'bloks.\*'. The nearest ones are 'blocks"),
-        ({"blocks": {}}, r"'blocks' is a ModuleList and has no forward.*'blocks.\*'"),
+        ({"blocks": {}}, r"'blocks', a ModuleList, has no forward.*'blocks.\*'"),
         ({"blocks.*": {"reshard": True}}, "argument 'reshard', which fully_shard does not have"),
         ({"blocks.*": 3}, "the policy says 3 of"),
         ({3: {}}, "groups are named by strings"),
@@ -179,6 +180,36 @@ def test_units_may_have_arguments() -> None:
 def test_what_names_cannot_be(policy: typing.Any, message: str) -> None:
     with pytest.raises(WrapError, match=message):
         names(Stack(), policy)
+
+
+class Chain(nn.ModuleList):
+    """A list that calls its modules itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", [Chain, "Chain", {"chain": {}}, lambda m: isinstance(m, Chain)])
+def test_a_list_with_a_forward_is_chosen_as_other_modules_are(policy: typing.Any) -> None:
+    model = nn.Sequential(OrderedDict(chain=Chain([nn.Linear(4, 4)]), head=nn.Linear(4, 4)))
+    assert names(model, policy) == [("chain",), ("",)]
+
+
+class Weights(nn.ParameterList):
+    def forward(self) -> torch.Tensor:
+        return torch.stack(list(self)).sum(0)
+
+
+@pytest.mark.parametrize("container", [nn.ParameterList, Weights])
+def test_a_list_of_parameters_is_no_unit(container: Callable[..., nn.Module]) -> None:
+    model = nn.Sequential(OrderedDict(weights=container([torch.ones(4)]), head=nn.Linear(4, 4)))
+    with pytest.raises(
+        WrapError, match=r"'weights', a .*, so its .* Name the module that holds it\."
+    ):
+        names(model, {"weights": {}})
+    assert names(model, always_wrap_policy) == [("head",), ("",)]
 
 
 # --- callables ----------------------------------------------------------------------------------
