@@ -20,7 +20,7 @@ from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_meth
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.spec import FlatShard, Replicate
+from shardkit._tensor.spec import FlatShard
 from shardkit.backends import TorchDeviceMesh
 
 if TYPE_CHECKING:
@@ -176,7 +176,6 @@ def _answer_as_dtensors(installed: Installed) -> None:
 
     answer_to(torch_tensor.DTensor)
     installed.at_undo(functools.partial(answer_to, None))
-    installed.replace(Replicate, "claimed", torch_tensor.Replicate)
 
     def replace(owner: Any, name: str, module: types.ModuleType) -> None:
         owner = module if owner is None else getattr(module, owner, None)

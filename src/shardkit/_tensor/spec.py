@@ -6,8 +6,9 @@ There are specs of flat pieces, and of padded pieces on backends that trace each
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +44,16 @@ _NO_ROWS = (
 class Replicate:
     """Placement: every rank of the mesh axis holds the same tensor.
 
-    Attributes:
-        claimed: Class that placements claim beside their own, as sharded tensors do; None: no
-            other. Without that class, code that sums over all axes except those of torch's
-            ``Replicate`` would count copies.
+    It is also an instance of torch's ``Replicate``, if that class is imported. Otherwise code that
+    sums over all axes except those of torch's ``Replicate`` would count copies.
     """
-
-    claimed: ClassVar[type | None] = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class, or the claimed one."""
-        return Replicate.claimed or Replicate
+        """The class that `isinstance` sees beside this one."""
+        module = sys.modules.get("torch.distributed.tensor")
+        cls: type = getattr(module, "Replicate", Replicate)
+        return cls
 
     def __hash__(self) -> int:
         """Return the hash of torch's ``Replicate``, to which this object may be equal."""

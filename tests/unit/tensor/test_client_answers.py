@@ -300,11 +300,11 @@ def test_placements_say_that_no_dim_is_cut() -> None:
     assert isinstance(weight, ShardedTensor)
     copied, cut = weight.placements
     assert (copied.is_replicate(), copied.is_shard(), copied.is_shard(0)) == (True, False, False)
-    assert not isinstance(copied, torch.distributed.tensor.Replicate)
-    with shardkit.install():  # Norms are summed over all axes but those of torch's Replicate.
-        assert isinstance(copied, torch.distributed.tensor.Replicate)
-        assert len({copied, torch.distributed.tensor.Replicate()}) == 1
-        assert type(pickle.loads(pickle.dumps(copied))) is type(copied)
+    # Norms are summed over all axes but those of torch's Replicate.
+    assert isinstance(copied, torch.distributed.tensor.Replicate)
+    assert len({copied, torch.distributed.tensor.Replicate()}) == 1
+    assert type(pickle.loads(pickle.dumps(copied))) is type(copied) is shardkit.Replicate
+    assert not isinstance(cut, torch.distributed.tensor.Replicate)
     assert (cut.is_replicate(), cut.is_shard(), cut.is_partial()) == (False, True, False)
     assert not hasattr(cut, "dim")
     with pytest.raises(AttributeError, match=r"dim is asked of FlatShard, .* Use full_tensor"):
