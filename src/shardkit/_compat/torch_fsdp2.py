@@ -124,17 +124,64 @@ def note_fully_sharded(cls: type) -> None:
     setattr(cls, key, property(noted))
 
 
-class StageState:
-    """Replaces FSDP2's state of a module, of which torch's `PipelineStage` needs one thing.
+class _ReadOnly:
+    """Base of what replaces FSDP2's internal objects: a few names, which nobody may set."""
 
-    At the end of a step it has each group of the state reduce, and then has the state end a
-    backward. Here that last call does all of it.
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_INTERNAL.format(name, "read"))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(_INTERNAL.format(name, "set"))
+
+
+_INTERNAL = (
+    "{!r} of the state of a sharded module cannot be {}: it is internal to FSDP2. Use the methods "
+    "of shardkit.FSDPModule."
+)
+
+
+class StageGroup(_ReadOnly):
+    """Replaces FSDP2's group of parameters: packages read the choices of users there."""
+
+    def __init__(self, group: Any) -> None:
+        vars(self)["_group"] = group
+
+    @property
+    def mp_policy(self) -> Any:
+        """Dtypes."""
+        return self._group.policy
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        """The choice of `set_reshard_after_backward`."""
+        is_freed: bool = self._group.settings.reshard_after_backward
+        return is_freed
+
+
+class StageState(_ReadOnly):
+    """Replaces FSDP2's state of a module, of which packages read the choices of users.
+
+    Torch's `PipelineStage` needs one thing of it. At the end of a step it has each group of the
+    state reduce, and then has the state end a backward. Here that last call does all of it.
     """
 
     def __init__(self, finish_step: Callable[[], None]) -> None:
-        self.__self__ = finish_step.__self__  # type: ignore[attr-defined]
-        self._state_ctx = types.SimpleNamespace(all_states=())
-        self._root_post_backward_final_callback = finish_step
+        vars(self).update(
+            __self__=finish_step.__self__,  # type: ignore[attr-defined]
+            _state_ctx=types.SimpleNamespace(all_states=()),
+            _root_post_backward_final_callback=finish_step,
+        )
+
+    @property
+    def _mp_policy(self) -> Any:
+        """Dtypes."""
+        return self.__self__.policy
+
+    @property
+    def _fsdp_param_group(self) -> StageGroup | None:
+        """The group; None: the module has none of its own."""
+        group = self.__self__.group
+        return None if group is None else StageGroup(group)
 
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard"
@@ -160,6 +207,9 @@ def stage_class() -> type:
         """
 
         def _get_fsdp_state(self) -> Any:
+            caller: Any = sys._getframe(1)
+            if caller.f_globals.get("__name__") != _FSDP2:
+                return state_of_stage(self)
             msg = (
                 f"a method of torch's FSDPModule was called on {type(self).__name__} that "
                 f"shardkit has not. shardkit.FSDPModule lists those it has."
@@ -174,6 +224,11 @@ def note_stage(module: torch.nn.Module, finish_step: Callable[[], None]) -> None
     contract = _contract()
     states = module.__dict__.setdefault(contract.STATE_KEY, {})
     states[_fsdp2().fully_shard.__wrapped__] = StageState(finish_step)
+
+
+def state_of_stage(module: Any) -> Any:
+    """Return what replaces FSDP2's state of a module; None: the module is not sharded."""
+    return _fsdp2().fully_shard.state(module)
 
 
 def goes_to_inputs_of_stage(frame: types.FrameType | None) -> bool:

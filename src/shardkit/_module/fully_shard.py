@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import nn
 
 from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
-from shardkit._compat import torch_autograd
+from shardkit._compat import torch_autograd, torch_fsdp2
 from shardkit._errors import StateError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import FSDPModule, swap_class
@@ -270,6 +270,9 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     if shard_mesh.backend.is_traced:
         execute_sharding(shard_mesh.backend.region)
     return module
+
+
+fully_shard.state = torch_fsdp2.state_of_stage  # type: ignore[attr-defined]  # FSDP2's has it.
 
 
 def _modules_of(module: Any) -> list[nn.Module]:

@@ -1,10 +1,15 @@
-"""What torch's FSDP2 has in public is here as well."""
+"""What torch's FSDP2 has in public is here as well, and what packages read from its state."""
+
+# ruff: noqa: SLF001 - names that packages read
 
 from __future__ import annotations
 
+import copy
 import inspect
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed import fsdp
 
@@ -44,6 +49,32 @@ def test_every_method_with_its_arguments(name: str) -> None:
 def test_every_function(name: str) -> None:
     theirs = parameters_of(getattr(fsdp, name))
     assert set(theirs) <= set(parameters_of(getattr(shardkit, name)))
+
+
+def test_the_state_tells_what_users_chose() -> None:
+    """NeMo, Axolotl and OLMo read it."""
+    mesh, _ = recording_mesh((2,))
+    policy = shardkit.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    root: Any = nn.Sequential(nn.Linear(2, 2))
+    module: Any = shardkit.fully_shard(root[0], mesh, policy)
+    shardkit.fully_shard(root, mesh, policy)
+    get_state: Any = shardkit.fully_shard.state  # type: ignore[attr-defined]
+    state = module._get_fsdp_state()
+    assert get_state(module) is state
+    assert get_state(nn.Linear(2, 2)) is None
+    assert state._mp_policy == state._fsdp_param_group.mp_policy == policy
+    assert root._get_fsdp_state()._fsdp_param_group is None  # The layer has all parameters.
+    for is_freed in (True, False):
+        module.set_reshard_after_backward(is_freed)
+        assert state._fsdp_param_group.reshard_after_backward is is_freed
+    for each, name in ((state, "_comm_ctx"), (state._fsdp_param_group, "fsdp_params")):
+        assert not hasattr(each, name)
+        with pytest.raises(AttributeError, match=rf"'{name}' .* is internal to FSDP2"):
+            getattr(each, name)
+    with pytest.raises(AttributeError, match=r"'reshard_after_backward' .* cannot be set"):
+        state._fsdp_param_group.reshard_after_backward = True
+    twin = copy.deepcopy(module)
+    assert twin._get_fsdp_state().__self__.module is twin
 
 
 def test_symmetric_memory_is_refused_where_there_is_none() -> None:
