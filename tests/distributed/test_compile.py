@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
+import threading
 import typing
 
 import pytest
@@ -13,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
+import shardkit
 from models import Batch, Case, regression_batch, squared_error
 from parity import compare_training, in_turns
 from reference import (
@@ -312,3 +315,79 @@ def test_gradients_pass_from_a_compiled_layer_to_a_tensor_parallel_one() -> None
     for name, expected in plain.named_parameters():
         found = model.get_parameter(name.replace("1.", "1._orig_mod.")).grad
         torch.testing.assert_close(found.full_tensor(), expected.grad)
+
+
+# --- functions that get sharded tensors -----------------------------------------------------------
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def averaged(x: Tensor) -> Tensor:
+    return torch.zeros_like(x).lerp_(x, 0.5)
+
+
+def normalized(x: Tensor) -> Tensor:
+    return x / (x.norm() + 1e-7)
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """One step of Muon's iteration."""
+    x = normalized(x)
+    product = x @ x.T
+    return product @ x
+
+
+def contracted(x: Tensor) -> Tensor:
+    return torch.einsum("ij,kj->ik", x, x)
+
+
+def gathered(x: Tensor) -> Tensor:
+    return x.full_tensor() * 2 if hasattr(x, "full_tensor") else x * 2
+
+
+def first_row(x: Tensor) -> Tensor:
+    return x[0] + 1
+
+
+FUNCTIONS = (scaled, averaged, normalized, newton_schulz, contracted, gathered, first_row)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compiled_functions_of_sharded_tensors(is_installed: bool) -> None:
+    """They run as they are, on parameters and gradients, for pieces of 20 and 15 elements."""
+    with shardkit.install() if is_installed else contextlib.nullcontext():
+        torch.manual_seed(0)
+        layer = fully_shard(nn.Linear(7, 5).double())
+        layer(torch.ones(2, 7).double()).square().mean().backward()
+        with torch.no_grad():
+            for x in (layer.weight, layer.weight.grad):
+                for function in FUNCTIONS:
+                    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+                    compiled = torch.compile(function, backend="aot_eager")
+                    for _ in range(2):
+                        found = whole(compiled(x))
+                        torch.testing.assert_close(found, function(x.full_tensor()))
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_compiled_function_in_another_thread() -> None:
+    """Settings of the compiler may hold for one thread."""
+    layer = fully_shard(nn.Linear(7, 5))
+    results = []
+
+    @torch.no_grad()
+    def run() -> None:
+        results.append(torch.compile(scaled, backend="aot_eager")(layer.weight))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    (found,) = results
+    torch.testing.assert_close(found.full_tensor(), scaled(layer.weight.detach().full_tensor()))

@@ -141,6 +141,7 @@ ASK_THE_CLASS = (
     ("torch.distributed.checkpoint.default_planner", "create_default_local_save_plan"),
     ("torch.distributed.pipelining._utils", "extract_tensor_meta"),
     ("torch._dynamo.variables.builder.VariableBuilder", "wrap_tensor"),
+    ("torch._dynamo.variables.user_defined.UserDefinedObjectVariable", "lookup_class_mro_attr"),
 )
 """Functions of torch that need a tensor's actual class; torch 2.9.0 to 2.13.0.
 

@@ -1,4 +1,4 @@
-"""Private names of torch for modules, and for what wraps or copies them.
+"""Private names of torch for modules, and for what wraps, copies or compiles them.
 
 No branch on torch's version.
 """
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import stateless
+
+from shardkit._compat.torch_checkpoints import when_imported
 
 if TYPE_CHECKING:
     import types
@@ -99,8 +101,29 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
     strategy = frames._FrameExecStrategy(skip, skip)  # For the function's frame and for inner ones.
     frames.set_code_exec_strategy(fn.__code__, strategy)
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Callers do not inline it.
-    fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
+    fn._torchdynamo_disable_msg = "shardkit communicates"  # type: ignore[attr-defined]
     return fn
+
+
+def run_uncompiled(cls: type[torch.Tensor]) -> None:
+    """Make functions under torch.compile run operators on tensors of a class as they are.
+
+    Their graphs break there. The compiler is not imported for this. Its setting exists in torch
+    2.9.0 and 2.13.0; without it, the compiler asks the class for a form that it can trace.
+    """
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        handler = getattr(vars(cls).get(name), "__func__", None)
+        if handler is not None:
+            untraced(handler)
+
+    def exclude(config: Any) -> None:
+        name = "nontraceable_tensor_subclasses"
+        entry = config._config.get(name)
+        if entry is not None:
+            entry.default.add(cls)  # What is set in the usual way holds for one thread only.
+            getattr(config, name).add(cls)
+
+    when_imported("torch._dynamo.config", exclude)
 
 
 def lambda_of_custom_policy(policy: object) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from shardkit._compat import torch_autograd, torch_tensors
+from shardkit._compat import torch_autograd, torch_modules, torch_tensors
 from shardkit._errors import ShardedTensorError
 from shardkit._host_values import HostValues
 from shardkit._tensor import dcp_protocol
@@ -464,7 +464,7 @@ class ShardedTensor(ClientAnswers):
         return dcp_protocol.get_tensor_shard(index, self.local_piece, spec.shape, boxes, spec.name)
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
-        """Name the inner tensor, so that `module.to(dtype)` and torch.compile see it."""
+        """Name the inner tensor, so that `module.to(dtype)` swaps parameters and keeps them."""
         return ["local_piece"], self.spec
 
     @staticmethod
@@ -482,6 +482,9 @@ class ShardedTensor(ClientAnswers):
         """Run `func` by the handler of its kind."""
         run = cls.dispatch_mixed if len(types) > 1 else cls.dispatch
         return run(func, args, kwargs or {})
+
+
+torch_modules.run_uncompiled(ShardedTensor)
 
 
 class _FullTensor(torch.autograd.Function):

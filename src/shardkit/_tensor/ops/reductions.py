@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit._compat import torch_tensors
+from shardkit._compat import torch_modules, torch_tensors
 from shardkit._tensor.client_answers import ClaimsClass
 from shardkit._tensor.ops.wholes import all_reduce, first_sharded, gathered, refuse, whole
 from shardkit._tensor.sharded import ShardedTensor
@@ -92,6 +92,9 @@ class GlobalNumber(ClaimsClass, Tensor):
         """Copy the number."""
         memo[id(self)] = result = as_global(plain(self).detach().clone())
         return result
+
+
+torch_modules.run_uncompiled(GlobalNumber)
 
 
 def _are_global(values: Iterable[Any]) -> bool:
