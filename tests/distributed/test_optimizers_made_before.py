@@ -153,6 +153,45 @@ def test_state_in_lists_is_cut_and_numbers_stay() -> None:
     assert_within([compared(models)], parameter=EXACT)
 
 
+class Around(torch.optim.Optimizer):
+    """Wraps an optimizer, as Lookahead of timm: without the constructor of the base class."""
+
+    def __init__(self, params: typing.Any) -> None:
+        self.inner = torch.optim.AdamW(params, lr=1e-2)
+        self.defaults = self.inner.defaults
+        self._optimizer_step_pre_hooks: typing.Any = OrderedDict()
+        self._optimizer_step_post_hooks: typing.Any = OrderedDict()
+
+    @property
+    def param_groups(self) -> typing.Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> typing.Any:  # type: ignore[override]
+        return self.inner.state
+
+    def load_state_dict(self, state_dict: typing.Any) -> None:
+        # Around the hooks of the inner optimizer.
+        for param, state in zip(self.inner.state, state_dict["state"].values(), strict=True):
+            self.inner.state[param] = copy.deepcopy(state)
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+@on_ranks(2)
+def test_a_wrapper_without_hooks_of_loads_is_checked_in_each_step() -> None:
+    models, optimizers = start(Around)
+    generator = torch.Generator()
+    fully_shard(models[1], make_mesh((2,)))
+    step(models, optimizers, generator)
+    optimizers[1].load_state_dict(optimizers[0].inner.state_dict())  # type: ignore[attr-defined]
+    step(models, optimizers, generator)
+    assert all(isinstance(s["exp_avg"], ShardedTensor) for s in optimizers[1].state.values())
+    assert_within([compared(models)], parameter=EXACT)
+
+
 # --- copies, settings ---------------------------------------------------------------------------
 
 

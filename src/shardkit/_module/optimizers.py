@@ -58,15 +58,14 @@ def cut_whole_state(optimizer: Optimizer, *_: Any) -> None:
     Torch calls this before each step of any optimizer.
 
     All ranks must hold the same state. Nothing is sent. The state is checked once, and again after
-    ``optimizer.load_state_dict``. State of other shapes stays whole: rows and columns of Adafactor,
-    and the vectors of LBFGS that span all parameters.
+    ``optimizer.load_state_dict``; if that is not noticed, it is checked in each step. State of
+    other shapes stays whole: rows and columns of Adafactor, and the vectors of LBFGS that span all
+    parameters.
     """
     if optimizer in _known:
         return
-    _known.add(optimizer)
-    if optimizer not in _hooked:
-        _hooked.add(optimizer)
-        optimizer.register_load_state_dict_post_hook(_known.discard)
+    if _notices_loads(optimizer):
+        _known.add(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         return  # Its vectors may be as long as its only parameter.
     numbers = _numbers(optimizer)
@@ -78,6 +77,21 @@ def cut_whole_state(optimizer: Optimizer, *_: Any) -> None:
                 is_number = param.ndim == 0 and name in numbers
                 if not is_number and any(_is_whole(leaf, param) for leaf in leaves):
                     state[name] = map_leaves(value, functools.partial(_cut, param, name))
+
+
+def _notices_loads(optimizer: Optimizer) -> bool:
+    """Have ``load_state_dict`` call for a new check, and return whether it will.
+
+    Wrappers around optimizers may inherit from `Optimizer` without its constructor, and so have
+    none of its hooks.
+    """
+    if optimizer not in _hooked:
+        try:
+            optimizer.register_load_state_dict_post_hook(_known.discard)
+        except AttributeError:
+            return False
+        _hooked.add(optimizer)
+    return True
 
 
 def _cut(param: ShardedTensor, name: str, leaf: Any) -> Any:
