@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import typing
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from models import PARAMETER_SHAPES
 from reference import whole_and_sharded
-from shardkit import ShardedTensor
+from shardkit import ShardedTensor, ShardedTensorError
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -159,6 +160,130 @@ def test_copies_are_independent_and_detached_tensors_share_memory() -> None:
         )  # A plain tensor of the global shape: every rank takes its piece.
         assert torch.equal(original.full_tensor(), plain.matrix)
         assert original.detach().to_local().data_ptr() == original.to_local().data_ptr()
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    return tensor.detach() * 2
+
+
+def give_back(parameter: Tensor) -> list[Tensor]:
+    """Exchange the values, as for an evaluation of averages, and give them back."""
+    kept = parameter.data
+    parameter.data = doubled(parameter)
+    between = parameter.detach().clone()
+    parameter.data = kept
+    return [between, parameter]
+
+
+def keep_views(parameter: Tensor) -> list[Tensor]:
+    """Keep views of the data, of other shapes and of the same."""
+    data = parameter.data
+    views = [data.flatten(), data[1:], data.t(), data.view(data.shape), data.data, data.data[:]]
+    parameter.data = doubled(parameter)
+    parameter.data.add_(1)
+    views[0].mul_(3)
+    return [*views, parameter]
+
+
+def write_before_and_after(parameter: Tensor) -> list[Tensor]:
+    """Write to kept data while it is the parameter's, and later."""
+    first, second = parameter.data, parameter.data
+    first.add_(1)
+    before = parameter.detach().clone()
+    parameter.data = doubled(parameter)
+    torch._foreach_mul_([first], 3)
+    later = parameter.data
+    later.sub_(1)
+    return [before, first, second, later, parameter]
+
+
+def set_itself(parameter: Tensor) -> list[Tensor]:
+    """Set the same memory again, which changes nothing and separates nothing."""
+    data = parameter.data
+    parameter.data = parameter.data
+    parameter.data = data.to("cpu")
+    parameter.data *= 2
+    data.add_(1)
+    return [data, parameter]
+
+
+def change_dtype(parameter: Tensor) -> list[Tensor]:
+    kept = parameter.data
+    parameter.data = doubled(parameter).double()
+    kept.add_(1)
+    kept.data = kept.double()
+    return [kept, parameter]
+
+
+def set_data_of_data(parameter: Tensor) -> list[Tensor]:
+    """Set the data of what is the parameter's data: that leaves the parameter alone."""
+    first, second = parameter.data, parameter.data
+    first.data = doubled(parameter)
+    second.add_(1)
+    parameter.data = doubled(parameter)
+    return [first, second, parameter]
+
+
+def set_in_inference_mode(parameter: Tensor) -> list[Tensor]:
+    with torch.inference_mode():
+        kept = parameter.data
+        parameter.data = doubled(parameter)
+    kept.add_(1)
+    return [kept, parameter]
+
+
+def set_gradients(parameter: Tensor) -> list[Tensor]:
+    parameter.square().sum().backward()
+    assert parameter.grad is not None
+    kept = parameter.grad.data
+    parameter.grad.data = doubled(parameter.grad)
+    kept.add_(1)
+    return [kept, parameter.grad]
+
+
+def read_often(parameter: Tensor) -> list[Tensor]:
+    """Read the data as optimizers do, in each step, and keep some of it."""
+    kept = [data for i in range(200) if (data := parameter.data) is not None and i % 40 == 0]
+    parameter.data = doubled(parameter)
+    return [*kept, parameter]
+
+
+DATA_USES = (
+    *(give_back, keep_views, write_before_and_after, set_itself, change_dtype, set_data_of_data),
+    *(set_in_inference_mode, set_gradients, read_often),
+)
+
+
+@pytest.mark.parametrize("use", DATA_USES, ids=lambda use: use.__name__)
+@on_ranks(2)
+def test_what_data_returned_keeps_its_values(use: Callable[[Tensor], list[Tensor]]) -> None:
+    """As that of plain tensors does, when `data` of the parameter is set."""
+    plain, sharded = whole_and_sharded((2,))
+    address = sharded.matrix.to_local().data_ptr()
+    found: list[typing.Any] = use(sharded.matrix)
+    for index, (value, whole) in enumerate(zip(found, use(plain.matrix), strict=True)):
+        assert torch.equal(value.detach().full_tensor(), whole), f"result {index}"
+    assert (sharded.matrix.to_local().data_ptr() == address) == (use is not change_dtype)
+
+
+@on_ranks(2)
+def test_data_costs_memory_only_while_it_is_kept() -> None:
+    _, sharded = whole_and_sharded((2,))
+    matrix = sharded.matrix
+    piece = matrix.detach().to_local()
+    for _ in range(200):
+        matrix.data.add_(1)
+    assert len(matrix.data_refs) < 40
+    matrix.data = matrix.data * 2
+    assert matrix.detach().to_local() is piece
+    assert "data_refs" not in matrix.__dict__
+    kept = matrix.data
+    assert kept.to_local() is piece
+    with pytest.raises(ShardedTensorError, match="cannot take values of shape"):
+        matrix.data = torch.zeros(1)
+    assert kept.to_local() is piece
+    assert len(pickle.dumps(kept)) < 100_000
+    torch.utils.swap_tensors(matrix, nn.Parameter(kept))  # No weak reference forbids it.
 
 
 @on_ranks(2)

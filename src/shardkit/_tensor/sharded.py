@@ -120,7 +120,11 @@ _OWN_ATTRIBUTES = (
     "cut_by",
     "last_cut",
     "lost_gradient",
+    "data_refs",
 )
+
+_NUM_REFS_TO_PRUNE = 32
+"""Length of a list of weak references at which dead ones leave it, and at each multiple of it."""
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -148,6 +152,8 @@ class ShardedTensor(ClientAnswers):
     cut_by: _GradientCut
     last_cut: Any
     lost_gradient: str  # Why no gradient may arrive here; usually absent.
+    data_refs: list[weakref.ref[ShardedTensor]]
+    """What `data` returned over this memory, and its views of the same shape; they share it."""
     __torch_function__ = torch_tensors.disabled_torch_function
 
     dispatch: ClassVar[Callable[[Any, Any, Any], Any]]
@@ -273,13 +279,55 @@ class ShardedTensor(ClientAnswers):
 
     @property
     def data(self) -> Tensor:
-        """This tensor without its history; the same memory."""
-        return self.detach()
+        """This tensor without its history; the same memory, until `data` is set."""
+        result: Any = self.detach()
+        result.share_data(self)
+        return result  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take over values and dtype of `value`, sharded in the same way or of global shape."""
+        """Take over values and dtype of `value`, sharded in the same way or of global shape.
+
+        As with a plain tensor, what `data` returned before keeps its values. Here they move to
+        memory of their own, because the piece has its place in the shard.
+        """
+        if type(value) is ShardedTensor and value.local_piece is self.local_piece:
+            return
+        if value.shape == self.shape and value.dtype == self.dtype:
+            self._part_from_data()
         self.copy_values(value)
+
+    def share_data(self, other: ShardedTensor) -> None:
+        """Note that this tensor is the data of another one, or shares it, until `data` is set."""
+        try:
+            refs = other.data_refs
+        except AttributeError:
+            refs = other.data_refs = []
+        self.data_refs = refs
+        refs.append(weakref.ref(self))
+        if not len(refs) % _NUM_REFS_TO_PRUNE:
+            refs[:] = [ref for ref in refs if ref() is not None]
+
+    def _part_from_data(self) -> None:
+        """Move what `data` returned to memory of its own, with its values.
+
+        If this tensor is such data itself, only this one is moved.
+        """
+        before = self.local_piece
+        alive = [each for ref in self.__dict__.get("data_refs", ()) if (each := ref()) is not None]
+        same = [each for each in alive if each.local_piece is before]
+        moved = [each for each in same if each is self] or same
+        self._forget_data_refs()
+        if moved:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                piece = before.clone()
+            for each in moved:
+                each.repoint(piece, each.spec, None)
+
+    def _forget_data_refs(self) -> None:
+        refs = self.__dict__.pop("data_refs", None)
+        if refs:
+            refs[:] = [ref for ref in refs if ref() is not self]
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -332,6 +380,7 @@ class ShardedTensor(ClientAnswers):
     @torch.no_grad()
     def replace_piece(self, piece: Tensor) -> None:
         """Give this tensor another piece without a copy, maybe of another dtype or device."""
+        self._forget_data_refs()  # `swap_tensors` refuses weak references.
         new: Tensor = ShardedTensor(piece, self.spec)
         if isinstance(self, torch.nn.Parameter):
             new = torch.nn.Parameter(new, requires_grad=self.requires_grad)

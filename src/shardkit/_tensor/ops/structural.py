@@ -56,7 +56,11 @@ def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if torch.is_inference_mode_enabled() and not tensor.is_inference():
         with torch.inference_mode(mode=False):  # Views of ordinary tensors are ordinary ones.
             return same_memory(func, args, kwargs)
-    return ShardedTensor(tensor.local_piece, tensor.spec, tensor.flat, tensor.flat_start)
+    result = ShardedTensor(tensor.local_piece, tensor.spec, tensor.flat, tensor.flat_start)
+    # Not of `detach`, by which Parameters are made: torch does not swap what has weak references.
+    if func is not _aten.detach.default and "data_refs" in tensor.__dict__:
+        result.share_data(tensor)
+    return result
 
 
 def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
