@@ -224,7 +224,10 @@ class ShardedTensor(ClientAnswers):
         """
         if not self.requires_grad:
             return
-        made_by = self.grad_fn or True  # A write in place makes it another operator's result.
+        try:
+            made_by = self.grad_fn or True  # A write in place makes it another operator's result.
+        except RuntimeError:
+            return  # A view made without gradients, and written since: torch records nothing on it.
         if self.__dict__.get("cut_for") is not made_by:
             self.cut_for = made_by
             self.cut_by = _GradientCut(self.spec, refusal=self.__dict__.get("lost_gradient"))

@@ -39,6 +39,21 @@ def trained(weight: Tensor) -> Tensor:
     return values(weight).requires_grad_()
 
 
+@torch.no_grad()
+def write_a_view_twice(weight: Tensor) -> None:
+    """Write through views of the same shape that were made without gradients."""
+    for view in (
+        weight.view(weight.shape),
+        weight.reshape(weight.size(0), -1),
+        weight.view_as(weight),
+    ):
+        view[0].mul_(2)
+        view[1].add_(3)
+        weight.add_(1)
+        view.t()[0].fill_(4)
+        view.mul_(2)
+
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "a row": lambda w: w.data[2].fill_(7),
     "a column drawn": lambda w: w.data[:, 1].normal_(),
@@ -59,6 +74,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "an update that is trained": lambda w: w.data.add_(trained(w)),
     "two that are trained": lambda w: w.data.add_(trained(w)).mul_(trained(w)),
     "a copy that is trained": lambda w: w.data.copy_(trained(w)),
+    "a view without gradients, twice": write_a_view_twice,
     "eye_": nn.init.eye_,
     "sparse_": lambda w: nn.init.sparse_(w, 0.5),
     "orthogonal_": nn.init.orthogonal_,
@@ -115,6 +131,21 @@ def test_a_write_through_a_view_makes_gathered_copies_stale() -> None:
     before = holder.weight.flat._version  # noqa: SLF001
     holder.weight.data[1].zero_()
     assert holder.weight.flat._version > before  # noqa: SLF001
+
+
+def test_a_view_made_without_gradients_is_used_as_torch_lets_it() -> None:
+    """Once the tensor was written, autograd records nothing on it."""
+    mesh, _ = recording_mesh((1,))
+    plain = Holder((6, 20))
+    for weight in (plain.weight, fully_shard(copy.deepcopy(plain), mesh).weight):
+        with torch.no_grad():
+            view = weight.view(6, -1)
+            weight.add_(1)
+            row, products = view[0], view @ view.T
+        assert torch.equal(products, (plain.weight @ plain.weight.T).detach())
+        assert torch.equal((row * 2).detach(), plain.weight[0].detach() * 2)
+        with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+            view * 2
 
 
 def test_an_embedding_keeps_its_padding() -> None:
