@@ -22,20 +22,9 @@ from shardkit import fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 MAX_NORM = 0.5
-
-
-@contextlib.contextmanager
-def claimed() -> Iterator[None]:
-    """Let shardkit be in the place of FSDP2."""
-    installed = shardkit.install()
-    try:
-        yield
-    finally:
-        installed.undo()
 
 
 def make() -> tuple[typing.Any, nn.Module]:
@@ -106,7 +95,7 @@ def test_it_behaves_as_a_plain_tensor() -> None:
     torch.save({"norm": norm}, file)
     file.seek(0)
     assert torch.load(file, weights_only=True)["norm"] == number
-    for context in (contextlib.nullcontext(), claimed()):
+    for context in (contextlib.nullcontext(), shardkit.install()):
         with context:
             compiled = torch.compile(lambda value: value * 2 + 1, backend="eager")
             assert compiled(norm).item() == pytest.approx(number * 2 + 1)
@@ -126,7 +115,7 @@ def test_numbers_over_all_ranks_give_numbers_over_all_ranks() -> None:
     for total in (torch.sum(torch.pow(norms, 2)), sum(squares), torch.stack(squares).sum()):
         assert total.full_tensor().item() == pytest.approx(wanted, rel=1e-5)
         assert not isinstance(total, DTensor)
-        with claimed():
+        with shardkit.install():
             assert isinstance(total, DTensor)
         assert not hasattr(total, "to_local")
         with pytest.raises(AttributeError, match="number of all ranks already"):
@@ -137,7 +126,7 @@ def test_numbers_over_all_ranks_give_numbers_over_all_ranks() -> None:
 def test_it_can_be_saved_by_torch(tmp_path: Path) -> None:
     sharded, _ = make()
     norm = nn.utils.get_total_norm([param.grad for param in sharded.parameters()])
-    with claimed():
+    with shardkit.install():
         dcp.save({"norm": norm, "model": sharded.state_dict()}, checkpoint_id=tmp_path)
         found = {"norm": torch.zeros(())}
         dcp.load(found, checkpoint_id=tmp_path)
