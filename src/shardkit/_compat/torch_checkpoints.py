@@ -138,7 +138,6 @@ ASK_THE_CLASS = (
     ("torch.utils", "swap_tensors"),
     ("torch.distributed.checkpoint.planner_helpers", "_iterate_state_dict"),
     ("torch.distributed.checkpoint.default_planner", "_create_default_metadata_only_plan"),
-    ("torch.distributed.checkpoint.default_planner", "create_default_local_save_plan"),
     ("torch.distributed.pipelining._utils", "extract_tensor_meta"),
     ("torch._dynamo.variables.builder.VariableBuilder", "wrap_tensor"),
     ("torch._dynamo.variables.user_defined.UserDefinedObjectVariable", "lookup_class_mro_attr"),

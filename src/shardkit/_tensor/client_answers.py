@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,7 +69,13 @@ def telling_the_truth(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class ClaimsClass:
-    """A tensor that claims another class beside its own (`answer_to`)."""
+    """A tensor that claims another class beside its own (`answer_to`).
+
+    Attributes:
+        tells_torch_the_truth: Whether it does not claim the class if code of torch asks.
+    """
+
+    tells_torch_the_truth: ClassVar[bool] = False
 
     @property
     def __class__(self) -> type:
@@ -77,6 +83,10 @@ class ClaimsClass:
         claimed = _Claimed.cls
         if claimed is None or getattr(_truth, "is_asked", False) or torch_tensors.in_dispatch():
             return type(self)
+        if self.tells_torch_the_truth:
+            asking = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - documented for this use
+            if asking.partition(".")[0] == "torch":
+                return type(self)
         return claimed
 
     @__class__.setter

@@ -38,6 +38,8 @@ class GlobalNumber(ClaimsClass, Tensor):
     with other tensors, it is a plain tensor. Pickles and ``repr`` are those of the plain tensor.
     """
 
+    tells_torch_the_truth = True  # Torch reads more of a DTensor than such a number has.
+
     def full_tensor(self) -> Tensor:
         """Return the plain tensor over the same memory. No communication."""
         return plain(self)
