@@ -53,6 +53,14 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, undo: Undo | None = N
     return tree
 
 
+def map_inputs(
+    fn: Callable[[Tensor], Tensor], args: Any, kwargs: dict[str, Any], undo: Undo
+) -> tuple[Any, dict[str, Any]]:
+    """Return the inputs of a forward with `fn` applied to their tensors, see `map_tensors`."""
+    args = map_tensors(fn, args, undo)
+    return args, {key: map_tensors(fn, value, undo) for key, value in kwargs.items()}
+
+
 def put_back(undo: Undo) -> None:
     """Put the tensors back that `map_tensors` replaced, where nothing was written since."""
     while undo:
@@ -83,9 +91,10 @@ def _map_mapping(fn: Callable[[Tensor], Tensor], tree: Any, undo: Undo | None) -
     changed = _changed(fn, tree, undo)
     if not changed:
         return tree
-    in_place = undo is not None and isinstance(tree, MutableMapping)
-    result: Any = tree if in_place else copy.copy(tree)
-    if in_place and undo is not None:
+    result: Any = tree
+    if undo is None or not isinstance(tree, MutableMapping):
+        result = copy.copy(tree)
+    else:
         pairs = {key: (new, tree[key]) for key, new in changed.items()}
         undo.append(functools.partial(_put_into_mapping, tree, pairs))
     for key, value in changed.items():
@@ -104,9 +113,10 @@ def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any, undo: Undo | None)
     changed = _changed(fn, {name: getattr(tree, name, None) for name in names}, undo)
     if not changed:
         return tree
-    in_place = undo is not None and not tree.__dataclass_params__.frozen
-    result = tree if in_place else copy.copy(tree)
-    if in_place and undo is not None:
+    result = tree
+    if undo is None or tree.__dataclass_params__.frozen:
+        result = copy.copy(tree)
+    else:
         pairs = {name: (new, getattr(tree, name)) for name, new in changed.items()}
         undo.append(functools.partial(_put_into_dataclass, tree, pairs))
     for name, value in changed.items():

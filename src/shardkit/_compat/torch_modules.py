@@ -105,23 +105,24 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-def run_uncompiled(cls: type[torch.Tensor]) -> None:
-    """Make functions under torch.compile run operators on tensors of a class as they are.
+def run_uncompiled(*classes: type[torch.Tensor]) -> None:
+    """Make functions under torch.compile run operators on tensors of some classes as they are.
 
     Their graphs break there. The compiler is not imported for this. Its setting exists in torch
-    2.9.0 and 2.13.0; without it, the compiler asks the class for a form that it can trace.
+    2.9.0 and 2.13.0; without it, the compiler asks a class for a form that it can trace.
     """
-    for name in ("__torch_function__", "__torch_dispatch__"):
-        handler = getattr(vars(cls).get(name), "__func__", None)
-        if handler is not None:
-            untraced(handler)
+    for cls in classes:
+        for name in ("__torch_function__", "__torch_dispatch__"):
+            handler = getattr(vars(cls).get(name), "__func__", None)
+            if handler is not None:
+                untraced(handler)
 
     def exclude(config: Any) -> None:
         name = "nontraceable_tensor_subclasses"
         entry = config._config.get(name)
         if entry is not None:
-            entry.default.add(cls)  # What is set in the usual way holds for one thread only.
-            getattr(config, name).add(cls)
+            entry.default.update(classes)  # What is set in the usual way holds for one thread only.
+            getattr(config, name).update(classes)
 
     when_imported("torch._dynamo.config", exclude)
 

@@ -23,7 +23,7 @@ from shardkit._params.subclass_store import refuse_hooks_of_piece
 from shardkit._runtime.group import STATE_ATTRIBUTE, refuse_summoned
 from shardkit._runtime.runtime import Runtime
 from shardkit._settings import RootSettings
-from shardkit._tree import Undo, iter_tensors, map_tensors, put_back
+from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors, put_back
 
 if TYPE_CHECKING:
     import types
@@ -268,7 +268,7 @@ class ModuleState:
         elif runtime is not None and not is_recompute:
             runtime.passes.progress((args, kwargs))
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = _map_inputs(_cast_to(policy.param_dtype), args, kwargs, undo)
+            args, kwargs = map_inputs(_cast_to(policy.param_dtype), args, kwargs, undo)
         record = None
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
@@ -339,12 +339,12 @@ class ModuleState:
                 found[id(tensor)] = tensor
             return tensor
 
-        _map_inputs(note, args, kwargs, undo)
+        map_inputs(note, args, kwargs, undo)
         if not found:
             return args, kwargs
         watched = runtime.watch_inputs(record, list(found.values()))
         stand_ins = dict(zip(found, watched, strict=True))
-        return _map_inputs(lambda each: stand_ins.get(id(each), each), args, kwargs, undo)
+        return map_inputs(lambda each: stand_ins.get(id(each), each), args, kwargs, undo)
 
     @torch_modules.untraced
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
@@ -531,8 +531,3 @@ def _modules_in(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a function that casts floating-point tensors."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _map_inputs(fn: Any, args: Any, kwargs: Any, undo: Undo) -> tuple[Any, Any]:
-    args = map_tensors(fn, args, undo)
-    return args, {key: map_tensors(fn, value, undo) for key, value in kwargs.items()}

@@ -17,7 +17,7 @@ from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import StateError
 from shardkit._params.bucket import bucket_showing
 from shardkit._params.traced_store import TracedStore
-from shardkit._tree import Undo, iter_tensors, map_tensors
+from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -154,9 +154,7 @@ class Passes:
         del module
         if self._device.type == "cpu":
             return args, kwargs
-        move = self._to_device
-        args = map_tensors(move, args, undo)
-        return args, {key: map_tensors(move, value, undo) for key, value in kwargs.items()}
+        return map_inputs(self._to_device, args, kwargs, undo)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)

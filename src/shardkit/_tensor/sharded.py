@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from shardkit._compat import torch_autograd, torch_modules, torch_tensors
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import ShardedTensorError
 from shardkit._host_values import HostValues
 from shardkit._tensor import dcp_protocol
@@ -534,9 +534,6 @@ class ShardedTensor(ClientAnswers):
         """Run `func` by the handler of its kind."""
         run = cls.dispatch_mixed if len(types) > 1 else cls.dispatch
         return run(func, args, kwargs or {})
-
-
-torch_modules.run_uncompiled(ShardedTensor)
 
 
 class _FullTensor(torch.autograd.Function):

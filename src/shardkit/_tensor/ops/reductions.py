@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit._compat import torch_modules, torch_tensors
+from shardkit._compat import torch_tensors
 from shardkit._tensor.client_answers import ClaimsClass
 from shardkit._tensor.ops.wholes import all_reduce, first_sharded, gathered, refuse, whole
 from shardkit._tensor.sharded import ShardedTensor
@@ -94,9 +94,6 @@ class GlobalNumber(ClaimsClass, Tensor):
         """Copy the number."""
         memo[id(self)] = result = as_global(plain(self).detach().clone())
         return result
-
-
-torch_modules.run_uncompiled(GlobalNumber)
 
 
 def _are_global(values: Iterable[Any]) -> bool:
@@ -452,7 +449,7 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     del func
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     order = float(2 if order is None else order)
-    return as_global(sharded_norms([args[0]], order, kwargs.get("dtype"))[0])
+    return sharded_norms([args[0]], order, kwargs.get("dtype"))[0]
 
 
 vector_norm = reduction(_vector_norm, dims_at=2, takes_complex=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from shardkit._compat import torch_autograd, torch_modules, torch_tensors
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import ShardedTensorError, warn_user
 from shardkit._host_values import HostValues
 from shardkit._tensor.sharded import ShardedTensor
@@ -211,9 +211,6 @@ class ShardedView(HostValues):
         """Read or write by `func`, or make a view of this view."""
         del types
         return ShardedTensor.dispatch_mixed(func, args, kwargs or {})
-
-
-torch_modules.run_uncompiled(ShardedView)
 
 
 def in_whole(func: Any, view: ShardedView, whole: Tensor) -> Tensor:
