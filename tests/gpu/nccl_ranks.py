@@ -1,4 +1,4 @@
-"""One of two ranks over NCCL on one card: python nccl_ranks.py (works | mlp 2 | gpt meshes | ...).
+"""One of two ranks over NCCL on one card: python nccl_ranks.py (works | mlp 2 | random 0,8 | ...).
 
 NCCL refuses two ranks on one card of one host. It goes by what NCCL_HOSTID says of the host, so
 with two names the ranks talk over the network, as those of two hosts do. That is slow, and right.
@@ -18,7 +18,15 @@ from torch.distributed.tensor import Replicate
 
 import one_card
 from models import CASES
-from one_card import CARD, LOSS_TOLERANCE, SGD_TOLERANCE, CardRanks, compare_training
+from one_card import (
+    CARD,
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    CardRanks,
+    compare_training,
+    make_card_mesh,
+)
+from random_trainings import worst_differences
 from reference import assert_within
 
 DONE = "numbers are right"
@@ -62,6 +70,12 @@ def train_in_bf16(name: str) -> None:
     assert_within([found], loss=tolerance, grad=tolerance, parameter=tolerance)
 
 
+def train_at_random(first: int, last: int) -> None:
+    """Train the random trainings of these numbers beside plain ones, in fp64."""
+    found = worst_differences(range(first, last), make_card_mesh((2,)))
+    assert max(found.values()) < one_card.FP64_TOLERANCE, found
+
+
 _MODES = {"bf16": train_in_bf16, "meshes": train_on_several_meshes}
 
 
@@ -72,6 +86,8 @@ def main() -> None:
     dist.init_process_group("nccl")
     if sys.argv[1] == "works":
         reach_each_other()
+    elif sys.argv[1] == "random":
+        train_at_random(*map(int, sys.argv[2].split(",")))
     elif sys.argv[2] in _MODES:
         _MODES[sys.argv[2]](sys.argv[1])
     else:

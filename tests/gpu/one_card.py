@@ -48,6 +48,8 @@ ADAMW_TOLERANCE = 1e-4
 TOLERANCES = {"sgd": SGD_TOLERANCE, "adamw": ADAMW_TOLERANCE}
 # Some units in the last place of a number between 4 and 8, as the loss of GPT is.
 LOSS_TOLERANCE = 1e-5
+# Some hundred units in the last place of parameters of about 1, after three steps in fp64.
+FP64_TOLERANCE = 1e-12
 
 
 def _count_cards() -> int:

@@ -58,6 +58,7 @@ def pair_works() -> None:
         ("gpt", "2,1"),
         ("gpt", "bf16"),
         ("gpt", "meshes"),
+        ("random", "0,24"),
     ],
     ids=" ".join,
 )

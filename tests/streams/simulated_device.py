@@ -211,6 +211,11 @@ class Simulation:
             each.stream.run_until(each.position)
             self.checker.host.clock.merge(each.clock)
 
+    def run_all(self) -> None:
+        """Run all work, as a device does while the host waits for another rank's host."""
+        for stream in self.streams:
+            stream.run_until(stream.num_issued)
+
     def refuse_to_ask(self, event: SimulatedEvent) -> None:
         """Raise if an event of a graph is used outside of it, or any is asked for inside of one."""
         if self.graph is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import typing
 
 from clocks import DEVICE
@@ -18,6 +19,7 @@ import shardkit.backends
 from shardkit._params import memory
 from shardkit.backends import groups, process_group
 from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
+from shardkit.backends.watch.runs import RunStore
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,6 +89,7 @@ def simulation(
             _replaced(process_group, "_axes", groups.OfWorld())
         )  # They hold their device.
         stack.enter_context(_replaced(SimulatedBackend, "batches_small_groups", batches))
+        stack.enter_context(_replaced(RunStore, "block_until", _block_beside(sim)))
         # What takes no notice of modes for speed is to be watched as well.
         stack.enter_context(_watched_pool(sim, keeps_memory=keeps_memory))
         stack.enter_context(watch)
@@ -112,6 +115,18 @@ def simulated(fn: Callable[..., typing.Any], *args: typing.Any) -> typing.Any:
     """Return what ``fn(*args)`` returns on a simulated accelerator."""
     with simulation():
         return fn(*args)
+
+
+def _block_beside(sim: Simulation) -> Callable[..., None]:
+    """Return a wait of the host, during which the device goes on."""
+    block_until, host = RunStore.block_until, threading.current_thread()
+
+    def block(store: RunStore, *args: typing.Any) -> None:
+        if threading.current_thread() is host:  # Threads of the watch wait as well.
+            sim.run_all()
+        block_until(store, *args)
+
+    return block
 
 
 @contextlib.contextmanager
