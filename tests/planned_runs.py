@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import typing
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardkit
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from shardkit.planning._allocator import reserved_nbytes
 from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 from wrapped_models import Stack
 
@@ -223,11 +225,13 @@ class Seen:
         collectives: Names and bytes of the collectives.
         edges: What the core told, beginnings and ends each on its own, in order.
         peaks: The most bytes at once between two edges, before the first and after the last.
+        reserved: What the allocator of a card reserves, in a plan.
     """
 
     collectives: list[tuple[str, int]]
     edges: list[Edge]
     peaks: list[int]
+    reserved: int = 0
 
 
 def edges_of(events: list[StepEvent]) -> list[Edge]:
@@ -265,14 +269,26 @@ def of_memory_and_traffic(edges: list[Edge]) -> list[Edge]:
 
 
 class Training:
-    """A rank that trains as people do; after two steps its next step is as all that follow."""
+    """A rank that trains as people do; after two steps its next step is as all that follow.
 
-    def __init__(self, case: Case, device: str = "cpu") -> None:
+    With `from_meta` no device holds a whole layer before the first forward, and the allocator of a
+    card begins with shards alone.
+    """
+
+    def __init__(self, case: Case, device: str = "cpu", *, from_meta: bool = False) -> None:
         self.case = case
         mesh = shardkit.init_device_mesh(device, case.mesh)
-        self.model, self.batch = case.model().to(device), case.batch().to(device)
+        self.model = on_meta(case.model()) if from_meta else case.model().to(device)
         case.prepare(self.model)
         case.shard(self.model, mesh)
+        if from_meta:
+            self.model.to_empty(device="cpu" if "offload_policy" in case.options else device)
+            for param in self.model.parameters():
+                nn.init.uniform_(param, -0.05, 0.05)
+        if from_meta and device != "cpu":
+            gc.collect()
+            torch.cuda.empty_cache()
+        self.batch = case.batch().to(device)
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = case.optimizer(params)
         self.output = self.loss = None
@@ -318,4 +334,5 @@ def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
     at = {e.opened: e.begin for e in events} | {e.closed: e.end for e in events}
     places = [seen.begin, *(int(at[place]) for place in sorted(at)), meter.position]
     peaks = [max(totals[a : b + 1]) for a, b in itertools.pairwise(places)]
-    return Seen(collectives, edges, without_frees(edges, peaks))
+    reserved = reserved_nbytes(meter.memories)
+    return Seen(collectives, edges, without_frees(edges, peaks), reserved)

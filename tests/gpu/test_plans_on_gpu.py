@@ -1,4 +1,4 @@
-"""On a card: what a plan says of a step is what a rank of a fake group does, and nearly holds."""
+"""On a card: what a plan says of a step is what a rank of a fake group does and holds."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if typing.TYPE_CHECKING:
 pytestmark = one_card.NEEDS_CARD
 
 MIB = 2**20
-# What is allocated on an H100 (torch 2.11) is up to 1.077 of the plan: one tensor more lives in
-# backward there than on meta, as large as the largest activation of a block. Why is not known. What
-# the allocator reserves is up to 1.35 of the plan.
-ALLOCATED, RESERVED = 1.08, 1.4
+# What code asks for is the plan's, but for some scratch memory of kernels. The allocator gives out
+# up to 1 MiB more for a large block than was asked for, if the rest of a block is not worth a cut.
+# What it reserves depends on where the memory of the first steps lay: mostly 2 %, once 7 %.
+REQUESTED, ALLOCATED, RESERVED = 0.005, 0.02, 0.08
 
 
 def _stack() -> nn.Module:
@@ -108,7 +108,7 @@ def run_on_card(name: str) -> OnCard:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = _most_bytes()
-    run, events = Training(case, CARD.type), list[StepEvent]()
+    run, events = Training(case, CARD.type, from_meta=True), list[StepEvent]()
     with Issued() as issued, observed_by(StepObserver(events.append)):
         run.step()
     torch.cuda.synchronize()
@@ -122,14 +122,14 @@ def run_on_card(name: str) -> OnCard:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_is_what_a_card_does_and_nearly_what_it_holds(name: str, on_card: Spawn) -> None:
+def test_a_plan_is_what_a_card_does_and_what_it_holds(name: str, on_card: Spawn) -> None:
     plan = planned(CASES[name], 0, "cuda")
     [(real, requested, allocated, reserved)] = on_card(run_on_card, 1, name)
     most = max(plan.peaks)
     found = ", ".join(f"{each / MIB:.1f}" for each in (requested, allocated, reserved))
-    print(f"{name}: plan {most / MIB:.1f} MiB; requested, allocated, reserved: {found}")
+    print(f"{name}: plan {most / MIB:.1f}, reserved {plan.reserved / MIB:.1f} MiB; card {found}")
     assert plan.collectives == real.collectives
     assert of_memory_and_traffic(plan.edges) == of_memory_and_traffic(real.edges)
-    assert most <= 1.001 * requested
-    assert requested <= allocated <= ALLOCATED * most
-    assert allocated <= reserved <= RESERVED * most
+    assert requested == pytest.approx(most, rel=REQUESTED)
+    assert allocated == pytest.approx(most, rel=ALLOCATED)
+    assert reserved == pytest.approx(plan.reserved, rel=RESERVED)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import sys
 import typing
 import weakref
@@ -80,14 +82,14 @@ class SimulatedStream:
         self.num_issued = 0
         self.num_run = 0
         self._is_late = is_late
-        self._work: list[Callable[[], object]] = []
+        self._work: list[tuple[int, Callable[[], object]]] = []
 
     def issue(self, work: Callable[[], object]) -> int:
         """Give it work; return the work's number."""
         if self.simulation.graph is not None:
             return self.simulation.graph.work(self, work)
         self.num_issued += 1
-        self._work.append(work)
+        self._work.append((next(self.simulation.numbers), work))
         if not self._is_late:
             self.run_until(self.num_issued)
         return self.num_issued
@@ -96,7 +98,12 @@ class SimulatedStream:
         """Run work, in order, up to a position."""
         while self.num_run < position:
             self.num_run += 1
-            self._work.pop(0)()
+            self._work.pop(0)[1]()
+
+    @property
+    def next_number(self) -> float:
+        """The number of the next work to run, among that of all streams; inf: there is none."""
+        return self._work[0][0] if self._work else math.inf
 
     def record_event(self, event: typing.Any = None) -> SimulatedEvent:
         """Return an event after all work issued so far."""
@@ -166,6 +173,7 @@ class Simulation:
         nbytes: Bytes of the device that are in use.
         peak_nbytes: The most since it was last set.
         graph: What is captured now.
+        numbers: Numbers of works, in the order of issue.
     """
 
     def __init__(self, *, has_host_engine: bool = True) -> None:
@@ -181,6 +189,7 @@ class Simulation:
         self.peak_nbytes = 0
         self.graph: SimulatedGraph | None = None
         self._blocks: dict[int, Block] = {}
+        self.numbers = itertools.count()
         self._communicators: dict[str, list[tuple[SimulatedStream, int]]] = {}
         self._is_over = False
 
@@ -212,9 +221,15 @@ class Simulation:
             self.checker.host.clock.merge(each.clock)
 
     def run_all(self) -> None:
-        """Run all work, as a device does while the host waits for another rank's host."""
-        for stream in self.streams:
-            stream.run_until(stream.num_issued)
+        """Run all work, as a device does while the host waits for another rank's host.
+
+        It runs in the order of issue, which is that of collectives on all ranks.
+        """
+        while True:
+            stream = min(self.streams, key=lambda each: each.next_number)
+            if stream.next_number == math.inf:
+                return
+            stream.run_until(stream.num_run + 1)
 
     def refuse_to_ask(self, event: SimulatedEvent) -> None:
         """Raise if an event of a graph is used outside of it, or any is asked for inside of one."""

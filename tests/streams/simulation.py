@@ -89,7 +89,8 @@ def simulation(
             _replaced(process_group, "_axes", groups.OfWorld())
         )  # They hold their device.
         stack.enter_context(_replaced(SimulatedBackend, "batches_small_groups", batches))
-        stack.enter_context(_replaced(RunStore, "block_until", _block_beside(sim)))
+        if not has_host_engine:  # Otherwise the host waits for no collective of the device.
+            stack.enter_context(_replaced(RunStore, "block_until", _block_beside(sim)))
         # What takes no notice of modes for speed is to be watched as well.
         stack.enter_context(_watched_pool(sim, keeps_memory=keeps_memory))
         stack.enter_context(watch)

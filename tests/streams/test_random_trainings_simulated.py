@@ -14,6 +14,8 @@ from reference import make_mesh
 if typing.TYPE_CHECKING:
     from workers import Spawn
 
+pytestmark = pytest.mark.streams
+
 
 def failures(numbers: range, shape: tuple[int, ...], options: dict[str, bool]) -> dict[int, str]:
     """Return what is wrong, by the number of the training."""

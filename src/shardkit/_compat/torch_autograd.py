@@ -6,6 +6,7 @@ No branch on torch's version.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,20 @@ current_run: Callable[[], int] = torch._C._current_graph_task_id
 
 A backward that is called inside of a backward is a run of its own.
 """
+
+
+def is_from_engine() -> bool:
+    """Whether the operator that a dispatch mode runs was called by the engine, not by Python.
+
+    It is called by functions of a mode's `__torch_dispatch__`.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_name in {"inner", "_fn"}:  # from torch 2.10 on
+        caller = caller.f_back
+    return caller is not None and caller.f_code.co_name == "_engine_run_backward"
 
 
 def in_backward() -> bool:

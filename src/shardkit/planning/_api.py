@@ -56,9 +56,10 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     is about the second step, in which gradients and the optimizer's state exist. It is the step of
     a plain loop: the last output and loss live until the next ones exist.
 
-    Only tensors are counted. Not counted are memory of the driver and of collective libraries,
-    memory that the caching allocator cannot use, and scratch memory inside of kernels, except for
-    16-bit products on the CPU.
+    Tensors are counted, and scratch memory of those kernels that take much: on CUDA sums over rows
+    and the backward of attention, on the CPU 16-bit products. Memory of the driver and of
+    collective libraries is not counted. What the caching allocator of CUDA reserves is a number of
+    its own.
 
     Args:
         model: Model that is not sharded. It does not change: a copy on meta is sharded.

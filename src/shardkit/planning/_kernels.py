@@ -121,7 +121,117 @@ def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **optio
     return efficient(*inputs, attn_mask, True, dropout, causal, scale=scale)[0]
 
 
+# --- memory that kernels take while they run ---
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+def has_gaps(matrices: Tensor) -> bool:
+    """Whether neither rows nor columns are contiguous, as in the gradient of a sum."""
+    if matrices.dim() < 2:  # noqa: PLR2004
+        return False
+    (rows, columns), (down, right) = matrices.shape[-2:], matrices.stride()[-2:]
+    by_rows = right == 1 and down >= max(columns, 1)
+    return not by_rows and not (down == 1 and right >= max(rows, 1))
+
+
+_NUM_PROCESSORS, _THREADS_OF_PROCESSOR = 132, 2048
+"""Of the H100 and the H200."""
+_REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "linalg_vector_norm", "any", "all"})
 _ATTENTION = "_scaled_dot_product_"
+
+
+def scratch_on_cuda(
+    name: str, args: Any, options: Any, results: tuple[Tensor, ...]
+) -> tuple[int, ...]:
+    """Return the bytes that a kernel of CUDA takes while it runs, apart from its results.
+
+    Each is freed before the next is taken. Only large scratch memory is known: of reductions over
+    rows, of attention's backward, and copies of a product's inputs that have gaps.
+
+    Args:
+        name: Name of the operator, such as ``sum``.
+        args: Positional arguments.
+        options: Keyword arguments.
+        results: Results.
+    """
+    if name in _REDUCTIONS and results:
+        dims = args[1] if len(args) > 1 else options.get("dim")
+        if name == "linalg_vector_norm":
+            dims = args[2] if len(args) > 2 else options.get("dim")  # noqa: PLR2004
+        return (_scratch_of_reduction(args[0], dims),)
+    if name in PRODUCTS:
+        return tuple(t.nbytes for t in args if isinstance(t, torch.Tensor) and has_gaps(t))
+    if name == f"{_ATTENTION}flash_attention_backward":
+        return (_scratch_of_flash(args[1]),)
+    if name == f"{_ATTENTION}efficient_attention_backward":
+        return _scratch_of_efficient(args[1], args[2])
+    return ()
+
+
+def _scratch_of_reduction(tensor: Tensor, dims: Any) -> int:
+    """Return the bytes in which blocks of threads leave partial results for each other.
+
+    This follows `setReduceConfig` of ATen/native/cuda/Reduce.cuh (torch 2.9 to 2.13). It is little
+    memory unless the fastest dimension is kept: then each thread of a block has its own.
+    """
+    if dims is None or isinstance(dims, bool):
+        return 0
+    listed = [dims] if isinstance(dims, int) else dims
+    reduced = {dim % tensor.dim() for dim in listed} or {*range(tensor.dim())}
+    sizes = [(tensor.stride(d), tensor.shape[d], d in reduced) for d in range(tensor.dim())]
+    sizes = sorted(size for size in sizes if size[1] > 1)
+    if not sizes or sizes[0][2]:
+        return 0
+    num_inputs = math.prod(size for _, size, is_reduced in sizes if is_reduced)
+    num_outputs = math.prod(size for _, size, is_reduced in sizes if not is_reduced)
+    at_once = 1  # Outputs of a thread, which it loads as a vector.
+    if sizes[0][0] == 1:
+        at_once = math.gcd(4, sizes[0][1], *(stride for stride, *_ in sizes[1:]))
+    most = 512 // at_once  # Threads of a block.
+    across, down = (
+        1 << min(n, most).bit_length() - 1 for n in (num_outputs // at_once, num_inputs)
+    )
+    width = min(across, 32)
+    height = min(down, most // width)
+    width = min(across, most // height)
+    per_thread = -(-num_inputs // height) if num_inputs >= min(16 * height, 256) else 0
+    blocks = -(-num_outputs // (at_once * width))
+    wanted = _NUM_PROCESSORS * (_THREADS_OF_PROCESSOR // (width * height))
+    if per_thread < 256 or blocks > wanted:  # noqa: PLR2004
+        return 0
+    parts = max(min(-(-wanted // blocks), -(-per_thread // 16)), -(-per_thread // 256))
+    size = max(4, tensor.element_size())  # Of a partial result.
+    return size * num_outputs * parts * width * at_once if parts > 1 else 0
+
+
+def _scratch_of_flash(query: Tensor) -> int:
+    """Return the bytes of the query's gradient in fp32, and of a number for each row of scores.
+
+    cuDNN, which computes the same on an H100, takes 256 bytes more.
+    """
+    *heads, rows, wide = query.shape
+    wide = _rounded(wide, 32 if wide <= 128 else 64)  # noqa: PLR2004
+    return 4 * math.prod(heads) * _rounded(rows, 128) * (wide + 1) + 256
+
+
+def _scratch_of_efficient(query: Tensor, key: Tensor) -> tuple[int, ...]:
+    """Return the bytes of a product, and of gradients in fp32: wide 16-bit keys' and values', too.
+
+    The product is that of output and gradient.
+    """
+    *heads, rows, wide = query.shape
+    num = _rounded(rows, 64) * wide + 64
+    if query.element_size() < 4 and wide > 64:  # noqa: PLR2004
+        num += 2 * _rounded(key.shape[-2], 64) * wide
+    return 4 * query.numel(), 4 * math.prod(heads) * num
+
+
+def _rounded(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+# --- operations ---
 
 
 def flops_of(func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> int:

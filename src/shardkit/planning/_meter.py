@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardkit._compat.torch_autograd import is_from_engine
 from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
-from shardkit.planning._kernels import flops_of
+from shardkit.planning._kernels import PRODUCTS, flops_of, has_gaps, scratch_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +42,8 @@ class HeldMemory:
         died: Position at which it was freed; None: it was not freed.
         on_host: Whether it is memory of the host, while the device has its own.
         labels: Names of all parts of its content, in order: a shard holds many parameters.
+        takes_over: Memory whose place it has; None: it was allocated.
+        is_handed_on: Whether other memory took over its place; then nothing was freed.
     """
 
     nbytes: int
@@ -50,6 +53,8 @@ class HeldMemory:
     died: int | None = None
     on_host: bool = False
     labels: dict[str, None] = field(default_factory=dict)
+    takes_over: HeldMemory | None = None
+    is_handed_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +109,10 @@ _FUNCTIONS = frozenset(
 _MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "resize_"})
 """Operators that allocate memory and write nothing."""
 _HALF = 2
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-"""Products: the CPU's library copies 16-bit inputs and results, and inputs with gaps."""
 _SUMS = frozenset(
     {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "lerp_", "addcmul_", "addcdiv_"}
 )
 """Operators for which torch on the CPU converts inputs to the dtype of the result."""
-
-
-def _has_gaps(matrices: Tensor) -> bool:
-    """Whether neither rows nor columns are contiguous, as in the gradient of a sum."""
-    (rows, columns), (down, right) = matrices.shape[-2:], matrices.stride()[-2:]
-    by_rows = right == 1 and down >= max(columns, 1)
-    return not by_rows and not (down == 1 and right >= max(rows, 1))
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -157,6 +153,7 @@ class MemoryMeter(TorchDispatchMode):
         self._alive: dict[int, tuple[HeldMemory | None, Any]] = {}
         self._taken: defaultdict[str, list[HeldMemory]] = defaultdict(list)
         self._spare: defaultdict[int, deque[HeldMemory]] = defaultdict(deque)
+        self._summed: tuple[HeldMemory, HeldMemory] | None = None
 
     # --- what runs ---
 
@@ -180,17 +177,26 @@ class MemoryMeter(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             self.failed = self.modules[-1] if self.modules else None
             raise
+        self._ran(func, args, kwargs or {}, out)
+        return out
+
+    def _ran(self, func: Any, args: Any, options: Any, out: Any) -> None:
+        """Record an operator, its results, and memory that it took while it ran."""
         name = func.overloadpacket.__name__
-        if self._on_cpu and name in _PRODUCTS:
-            self._note_scratch(args, out)
+        if self._on_cpu and name in PRODUCTS:
+            self._note_copies(args, out)
         elif self._on_cpu and name in _SUMS:
             self._note_casts(args)
         tensors = (out,) if isinstance(out, Tensor) else tuple(iter_tensors(out))
-        self._computed(func, args, kwargs or {}, tensors)
+        self._computed(func, args, options, tensors)
         is_buffer = func is torch.ops.aten.set_.source_Storage_storage_offset
         for tensor in tensors:
             self.note(tensor, is_buffer=is_buffer)
-        return out
+        if not self._on_cpu:
+            for nbytes in filter(None, scratch_on_cuda(name, args, options, tensors)):
+                self._die(self.born(nbytes, *self._owner()))
+        if func is torch.ops.aten.add.Tensor and is_from_engine():
+            self._note_sum(args[0], out)
 
     def _computed(self, func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> None:
         """Record an operator, unless it computes nothing or is a part of a collective."""
@@ -236,11 +242,11 @@ class MemoryMeter(TorchDispatchMode):
 
         self._alive[key] = (memory, weakref.ref(storage, end))
 
-    def _note_scratch(self, args: Any, out: Tensor) -> None:
+    def _note_copies(self, args: Any, out: Tensor) -> None:
         """Record the most that a product copies: inputs that its library does not take."""
         matrices = [arg for arg in args if isinstance(arg, Tensor)]
         if out.dtype.itemsize != _HALF:
-            matrices = [each for each in matrices[-2:] if _has_gaps(each)]
+            matrices = [each for each in matrices[-2:] if has_gaps(each)]
         if matrices:
             nbytes = sum(each.nbytes for each in (*matrices, out))
             self._die(self.born(nbytes, *self._owner()))
@@ -253,6 +259,21 @@ class MemoryMeter(TorchDispatchMode):
             common = functools.reduce(torch.promote_types, dtypes)
             nbytes = sum(a.numel() * common.itemsize for a in inputs if a.dtype != common)
             self._die(self.born(nbytes, *self._owner()))
+
+    def _note_sum(self, first: Tensor, out: Tensor) -> None:
+        """Note a sum of two gradients, which the engine adds in place if nobody else has the first.
+
+        That is so without a mode; with one it makes a new tensor. Nobody else had a tensor that is
+        freed at once. A view shares its memory with the tensor that it is a view of.
+        """
+        if first._is_view():  # noqa: SLF001
+            return
+        part, total = (
+            self._alive.get(each.untyped_storage()._cdata, (None, None))[0]  # noqa: SLF001
+            for each in (first, out)
+        )
+        if part is not None and total is not None and part.nbytes == total.nbytes:
+            self._summed = part, total
 
     def _owner(self) -> tuple[str, str]:
         """Return the kind and the owner of new memory."""
@@ -277,8 +298,19 @@ class MemoryMeter(TorchDispatchMode):
         return memory
 
     def _die(self, memory: HeldMemory) -> None:
+        if self._summed is not None:
+            (part, total), self._summed = self._summed, None
+            if part is memory and total.born == self.position:
+                self._hand_on(part, total)
+                part.died = total.born
+                return
         self.position += 1
         memory.died = self.position
+
+    @staticmethod
+    def _hand_on(memory: HeldMemory, to: HeldMemory) -> None:
+        """Record that other memory has the place of this one."""
+        memory.is_handed_on, to.takes_over = True, memory
 
     def _issued(self, func: Any, args: Any) -> None:
         """Record a collective, with the bytes of its largest argument or of its result."""
@@ -298,15 +330,24 @@ class MemoryMeter(TorchDispatchMode):
         """Receive an event."""
         self.events.append(event)
         nbytes = event.nbytes
+        before = None
         if event.kind in {"take", "free"}:
-            self._die(self._spare[nbytes].popleft())
+            before = self._spare[nbytes].popleft()
         elif event.kind == "return":
-            self._die(self._taken[event.name].pop())
+            before = self._taken[event.name].pop()
+        if before is not None:
+            self._die(before)
         if event.kind in {"allocate", "return"}:
-            self._spare[nbytes].append(self.born(nbytes, "spare buffers", "kept for reuse"))
+            after = self.born(nbytes, "spare buffers", "kept for reuse")
+            self._spare[nbytes].append(after)
         elif event.kind == "take":
             kind, _, name = event.name.partition(" ")
-            self._taken[event.name].append(self.born(nbytes, kind, name))
+            after = self.born(nbytes, kind, name)
+            self._taken[event.name].append(after)
+        else:
+            return
+        if before is not None:
+            self._hand_on(before, after)
 
     # --- what is known later ---
 

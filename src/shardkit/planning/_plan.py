@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardkit._text import shown_nbytes
+from shardkit.planning._allocator import reserved_nbytes
 from shardkit.planning._time import time_of
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class RunPlan:
         padding_nbytes: Bytes of this rank's shards that belong to no parameter.
         host_nbytes: The most bytes on the host, if shards are offloaded.
         collectives: Collectives of a step.
+        reserved_nbytes: Bytes that torch's caching allocator reserves, with its default settings;
+            None: the device is not ``cuda``.
         budget_nbytes: Bytes that the device may hold; None: no budget was given.
         advice: Changes that were tried because the run does not fit, the cheapest first.
         time: Time of a step; None: no hardware was named.
@@ -144,6 +147,7 @@ class RunPlan:
     padding_nbytes: int
     host_nbytes: int
     collectives: tuple[SentTotal, ...]
+    reserved_nbytes: int | None = None
     budget_nbytes: int | None = None
     advice: tuple[Advice, ...] = ()
     time: StepTime | None = None
@@ -198,6 +202,7 @@ def plan_of(
         padding_nbytes=seen.padding_nbytes,
         host_nbytes=max(host[seen.begin :]),
         collectives=_sent(meter.collectives[seen.first_collective :]),
+        reserved_nbytes=reserved_nbytes(meter.memories) if run.device == "cuda" else None,
         budget_nbytes=budget_nbytes,
         time=None if profile is None else time_of(run, seen, profile),
     )
@@ -297,6 +302,8 @@ def _lines(plan: RunPlan) -> list[str]:
         cells = [shown_nbytes(nbytes) for nbytes in (at_peak, most, between)]
         lines.append(f"  {kind:<16} {cells[0]:>10} {cells[1]:>10} {cells[2]:>14}")
     lines.append(f"  padding in shards: {shown_nbytes(plan.padding_nbytes)}")
+    if plan.reserved_nbytes is not None:
+        lines.append(f"  reserved by the allocator: {shown_nbytes(plan.reserved_nbytes)}")
     if plan.host_nbytes:
         lines.append(f"  on the host: {shown_nbytes(plan.host_nbytes)}")
     lines += ["", "instants with the most memory"]

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from planned_runs import Mlp
 from shardkit import plan
-from shardkit.planning._kernels import flops_of
+from shardkit.planning._kernels import flops_of, scratch_on_cuda
 from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
 NUM_ROWS, NUM_HEADS, LENGTH, DIM = 2, 4, 512, 32
@@ -109,3 +109,42 @@ def test_operators_are_recorded_only_for_the_time_of_a_step() -> None:
     run = Run(on_meta(Mlp(16, 1)), batch_on_meta(torch.empty(8, 16)), (2,))
     assert not dry_run(run).meter.operators
     assert dry_run(run, is_timed=True).meter.operators
+
+
+# --- memory that kernels take ---------------------------------------------------------------------
+
+
+def _like(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "seen"),
+    [
+        ("sum", (_like(8192, 2000), [0]), [131_072_000]),
+        ("sum", (_like(8192, 2000, dtype=torch.bfloat16), [0]), [131_072_000]),
+        ("sum", (_like(8192, 8000), [0]), [139_264_000]),
+        ("sum", (_like(4096, 1024), [0]), [33_554_432]),
+        ("sum", (_like(4096, 2048), [0], True), [67_108_864]),
+        ("sum", (_like(4096, 2048), [1]), []),
+        ("sum", (_like(4096, 2048),), []),
+        ("sum", (_like(64, 2048), [0]), []),
+        ("mm", (_like(1).expand(4096, 61), _like(61, 1024)), [999_424]),
+        ("mm", (_like(4096, 61).t(), _like(4096, 1024)), []),
+        (
+            "_scaled_dot_product_efficient_attention_backward",
+            (_like(8, 4, 512, 256), *(_like(8, 4, 512, 256) for _ in range(3))),
+            [16_777_216, 16_785_408],
+        ),
+        (
+            "_scaled_dot_product_flash_attention_backward",
+            [_like(8, 4, 512, 256, dtype=torch.bfloat16) for _ in range(4)],
+            [16_843_008],
+        ),
+    ],
+)
+def test_the_memory_of_kernels_is_what_an_h100_took(
+    name: str, args: typing.Any, seen: list[int]
+) -> None:
+    """The sizes are those of the allocator's history with torch 2.11."""
+    assert [n for n in scratch_on_cuda(name, args, {}, (_like(1),)) if n] == seen

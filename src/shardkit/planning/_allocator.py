@@ -1,0 +1,153 @@
+"""What torch's caching allocator reserves on a CUDA device for the memory of a dry run.
+
+The allocator asks the driver for segments and cuts blocks from them. It keeps segments, so what it
+reserves depends on the order of all allocations. `reserved_nbytes` repeats them in that order.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardkit.planning._meter import HeldMemory
+
+_MIB = 2**20
+_ROUNDING = 512
+_SMALL = _MIB
+"""Blocks up to this size come from segments of their own, of 2 MiB each."""
+_MEDIUM = 10 * _MIB
+"""Smaller ones come from segments of 20 MiB."""
+_CHUNK = 32 * _MIB
+"""The driver gives out addresses from chunks, each below the one before."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A part of a segment, in use or free.
+
+    Attributes:
+        address: Address of its first byte.
+        nbytes: Size in bytes.
+        is_small: Whether it is a part of a segment for small blocks.
+        before: Neighbor below it in its segment.
+        after: Neighbor above it.
+        is_free: Whether it may be given out.
+    """
+
+    address: int
+    nbytes: int
+    is_small: bool
+    before: _Block | None = None
+    after: _Block | None = None
+    is_free: bool = False
+
+
+class _CachingAllocator:
+    """The allocator of one stream with its default settings (torch 2.9 to 2.13).
+
+    Attributes:
+        reserved: Bytes of all segments. None is given back.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._bottom = 0
+        self._gaps: list[tuple[int, int]] = []
+
+    def allocate(self, nbytes: int) -> _Block:
+        """Return the smallest free block that is large enough, or a part of a new segment."""
+        nbytes = max(_ROUNDING, _rounded(nbytes, _ROUNDING))
+        is_small = nbytes <= _SMALL
+        free = self._free[is_small]
+        place = bisect.bisect_left(free, nbytes, key=lambda each: each[0])
+        block = free.pop(place)[2] if place < len(free) else self._segment(nbytes)
+        left = block.nbytes - nbytes
+        if left >= _ROUNDING if is_small else left > _SMALL:
+            rest = _Block(block.address + nbytes, left, is_small, block, block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.nbytes, block.after = nbytes, rest
+            self._keep(rest)
+        block.is_free = False
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Keep a block, as one with free neighbors."""
+        free = self._free[block.is_small]
+        for other in (block.before, block.after):
+            if other is None or not other.is_free:
+                continue
+            del free[bisect.bisect_left(free, (other.nbytes, other.address), key=lambda e: e[:2])]
+            if other is block.before:
+                block.address, block.before = other.address, other.before
+                if block.before is not None:
+                    block.before.after = block
+            else:
+                block.after = other.after
+                if block.after is not None:
+                    block.after.before = block
+            block.nbytes += other.nbytes
+        self._keep(block)
+
+    def _keep(self, block: _Block) -> None:
+        block.is_free = True
+        bisect.insort(
+            self._free[block.is_small],
+            (block.nbytes, block.address, block),
+            key=lambda each: each[:2],
+        )
+
+    def _segment(self, nbytes: int) -> _Block:
+        is_small = nbytes <= _SMALL
+        if is_small:
+            size = 2 * _MIB
+        else:
+            size = 20 * _MIB if nbytes < _MEDIUM else _rounded(nbytes, 2 * _MIB)
+        self.reserved += size
+        return _Block(self._address(size), size, is_small)
+
+    def _address(self, nbytes: int) -> int:
+        """Return where a segment lies: among free blocks of one size the lowest is taken first."""
+        for place, (begin, room) in enumerate(self._gaps):
+            if room >= nbytes:
+                self._gaps[place] = (begin + nbytes, room - nbytes)
+                return begin
+        chunk = _rounded(nbytes, _CHUNK)
+        self._bottom -= chunk
+        self._gaps.insert(0, (self._bottom + nbytes, chunk - nbytes))
+        return self._bottom
+
+
+def _rounded(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+def reserved_nbytes(memories: Iterable[HeldMemory]) -> int:
+    """Return the bytes that the allocator reserves after all of this memory came and went.
+
+    Args:
+        memories: Memory of a dry run, from its begin; memory of the host does not count.
+    """
+    allocator = _CachingAllocator()
+    changes: list[tuple[int, bool, HeldMemory]] = []
+    for memory in memories:
+        if memory.on_host:
+            continue
+        changes.append((memory.born, True, memory))
+        if memory.died is not None and not memory.is_handed_on:
+            changes.append((memory.died, False, memory))
+    changes.sort(key=lambda change: change[:2])
+    blocks: dict[int, _Block] = {}
+    for _, is_born, memory in changes:
+        if not is_born:
+            allocator.free(blocks.pop(id(memory)))
+        elif memory.takes_over is not None:
+            blocks[id(memory)] = blocks.pop(id(memory.takes_over))
+        else:
+            blocks[id(memory)] = allocator.allocate(memory.nbytes)
+    return allocator.reserved
