@@ -6,15 +6,17 @@ Nothing is changed before all checks have passed.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from shardkit._compat import torch_fsdp2, torch_modules
-from shardkit._errors import MeshError, WrapError
+from shardkit._errors import MeshError, WrapError, warn_user
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state
 from shardkit._params.memory import is_unsharded
@@ -207,6 +209,43 @@ def find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterato
             item = found.setdefault(id(held.param), ParamEntry(held.name, held.param, []))
             item.sites.append((held.module, held.attribute))
     yield from found.values()
+
+
+_taken_memory: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[int, tuple[int, str]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Id and name of each parameter that was sharded, by its memory from before and its place in it.
+
+As a rule the memory goes with the call. It stays where something else uses it.
+"""
+
+
+def warn_of_shared_memory(found: list[ParamEntry], mesh: DeviceMesh) -> None:
+    """Warn of Parameters that share one memory: each gets memory of its own, and trains alone."""
+    for item in found:
+        memory = _memory_of(item.param)
+        if memory is None:
+            continue
+        storage, start = memory
+        known = _taken_memory.setdefault(storage, {})
+        other_id, other_name = known.setdefault(start, (id(item.param), item.name))
+        if other_id != id(item.param) and item.param.requires_grad:
+            msg = (
+                f"parameters {other_name!r} and {item.name!r} share one memory, but are two "
+                f"Parameters: fully_shard gives each memory of its own, so they train apart from "
+                f"now on. To tie them, let both modules hold one Parameter before fully_shard: "
+                f"b.weight = a.weight."
+            )
+            warn_user(msg, is_first_rank=mesh.is_first_rank)
+
+
+def _memory_of(param: Any) -> tuple[torch.UntypedStorage, int] | None:
+    """Return the storage of a parameter and its first element in it; None if it has none."""
+    part = param.to_local() if tensor_parallel_of(param) is not None else param
+    is_plain = type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided
+    if not is_plain or part.device.type == "xla" or not part.numel():
+        return None
+    return part.untyped_storage(), part.storage_offset()
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

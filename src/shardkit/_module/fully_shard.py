@@ -243,6 +243,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     reshard = checks.checked_reshard(reshard_after_forward, shard_mesh, others)
     checks.check_params(candidates, shard_mesh, offload_policy)
     checks.check_reparametrized(candidates)
+    checks.warn_of_shared_memory(candidates, shard_mesh)
     group = None
     whole_nbytes = sum(item.param.nbytes for item in candidates if item.param.device.type == "cpu")
     if candidates:
