@@ -15,13 +15,14 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from shardkit._compat import torch_fsdp2, torch_modules
+from shardkit._compat import torch_fsdp2, torch_modules, torch_tensors
 from shardkit._errors import MeshError, WrapError, warn_user
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state
 from shardkit._params.memory import is_unsharded
 from shardkit._params.sites import ParamEntry
 from shardkit._settings import CPUOffloadPolicy, OffloadPolicy
+from shardkit._tensor.client_answers import refused_grad_dtype
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
@@ -301,6 +302,15 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
             )
             raise WrapError(msg)
         _check_max_norm(item, mesh)
+        with torch_tensors.plain_torch_functions():
+            grad_dtype = getattr(param, "grad_dtype", None)  # Torch 2.9 has none.
+        refusal = refused_grad_dtype(param.dtype, grad_dtype)
+        if refusal is not None:
+            msg = (
+                f"parameter {item.name!r} has grad_dtype={grad_dtype}, which fully_shard cannot "
+                f"keep: {refusal} Then set grad_dtype back to {param.dtype}."
+            )
+            raise WrapError(msg)
 
 
 def _check_max_norm(item: ParamEntry, mesh: DeviceMesh) -> None:
