@@ -6,6 +6,7 @@ No branch on torch's version.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +18,19 @@ from torch.utils import _foreach_utils
 from shardkit._compat import torch_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+
+
+_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+"""Module that has a flag where backwards are compiled."""
 
 
 @functools.cache
-def wrap_engine(chosen: Callable[..., Any]) -> None:
+def wrap_engine(chosen: Callable[..., Any], compiled: Callable[[Any], None]) -> None:
     """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
 
     It gets the engine's function and its arguments. A backward for all tensors bypasses it.
+    `compiled` is called with the outputs before a backward that torch compiles.
 
     If a compiled function calls backward, torch.compile would compile the hooks that the engine
     calls, too: it is kept out of them.
@@ -35,6 +41,8 @@ def wrap_engine(chosen: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(sys.modules.get(_COMPILED_AUTOGRAD), "compiled_autograd_enabled", False):
+            compiled(outputs)
         if len(args) <= position or not args[position]:
             return original(outputs, *args, **kwargs)
         return chosen(original, outputs, *args, **kwargs)
@@ -52,6 +60,20 @@ current_run: Callable[[], int] = torch._C._current_graph_task_id
 
 A backward that is called inside of a backward is a run of its own.
 """
+
+
+def leaves_of(outputs: Iterable[Any]) -> Iterator[Any]:
+    """Yield the leaves whose gradients a backward of tensors or edges of a graph computes."""
+    waiting = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in outputs]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [inner for inner, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            yield node.variable
 
 
 def in_backward() -> bool:
