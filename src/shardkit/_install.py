@@ -19,7 +19,7 @@ from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_c
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
-from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.sharded import ShardedTensor, from_piece
 from shardkit._tensor.spec import FlatShard
 from shardkit.backends import TorchDeviceMesh
 
@@ -65,7 +65,10 @@ class Installed:
 
     def replace(self, owner: object, name: str, value: object) -> None:
         """Replace a name of a module or class, and remember the former value."""
-        self.at_undo(functools.partial(setattr, owner, name, getattr(owner, name)))
+        former = getattr(owner, name)
+        if isinstance(inspect.getattr_static(owner, name, None), staticmethod):
+            former, value = staticmethod(former), staticmethod(value)  # type: ignore[arg-type]
+        self.at_undo(functools.partial(setattr, owner, name, former))
         setattr(owner, name, value)
 
     @property
@@ -176,6 +179,8 @@ def _answer_as_dtensors(installed: Installed) -> None:
 
     answer_to(torch_tensor.DTensor)
     installed.at_undo(functools.partial(answer_to, None))
+    from_local = joining(torch_tensor.DTensor.from_local)
+    installed.replace(torch_tensor.DTensor, "from_local", from_local)
 
     def replace(owner: Any, name: str, module: types.ModuleType) -> None:
         owner = module if owner is None else getattr(module, owner, None)
@@ -203,10 +208,10 @@ def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
         *,
         src_data_rank: int | None = 0,
     ) -> Any:
-        flat = [each for each in placements or () if isinstance(each, FlatShard)]
-        if not flat:
+        flat = _flat_of(placements)
+        if flat is None:
             return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-        spec = flat[0].spec
+        spec = flat.spec
         if spec is None or tuple(tensor.shape) != tuple(spec.shape):
             whose = "no tensor's own" if spec is None else f"those of {tuple(spec.shape)}"
             msg = (
@@ -215,7 +220,7 @@ def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"parameter that it is for, or call fully_shard on a module that holds it."
             )
             raise ShardedTensorError(msg)
-        _check_mesh(device_mesh, spec)
+        _check_mesh("distribute_tensor", device_mesh, spec)
         whole = tensor.detach()
         if not whole.is_meta:
             whole = whole.to(spec.mesh.backend.device)
@@ -231,7 +236,43 @@ def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
     return distribute_tensor
 
 
-def _check_mesh(mesh: Any, spec: ShardSpec) -> None:
+def joining(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DTensor.from_local``: given a sharded tensor's placements, it takes a rank's piece.
+
+    The result shares memory with the piece, and is differentiable. Nothing is sent or checked.
+    """
+
+    @functools.wraps(original)
+    def from_local(
+        local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> Any:
+        flat = _flat_of(placements)
+        if flat is None:
+            return original(local_tensor, device_mesh, placements, **options)
+        spec, shape = flat.spec, tuple(local_tensor.shape)
+        is_piece = spec is not None and shape == (spec.piece_numel,)
+        if spec is None or not is_piece or isinstance(local_tensor, ShardedTensor):
+            whose = "no tensor's own"
+            if spec is not None:
+                whose = f"those of sharded {spec.name!r}, whose piece here is ({spec.piece_numel},)"
+            msg = (
+                f"DTensor.from_local got placements {tuple(placements)}, which are {whose}, for a "
+                f"{type(local_tensor).__name__} of shape {shape}. Pass a tensor like to_local() of "
+                f"that parameter. For a whole tensor call distribute_tensor."
+            )
+            raise ShardedTensorError(msg)
+        _check_mesh("DTensor.from_local", device_mesh, spec)
+        return from_piece(local_tensor.to(spec.device), spec)
+
+    return from_local
+
+
+def _flat_of(placements: Any) -> FlatShard | None:
+    """Return the placement of ours among placements, or None."""
+    return next((each for each in placements or () if type(each) is FlatShard), None)
+
+
+def _check_mesh(asked: str, mesh: Any, spec: ShardSpec) -> None:
     """Refuse a mesh other than the parameter's; None, and torch's mesh of the same ranks, are fine.
 
     Raises:
@@ -245,7 +286,7 @@ def _check_mesh(mesh: Any, spec: ShardSpec) -> None:
         is_own = theirs == (own.device_type, own.shape, own.ranks)
     if not is_own:
         msg = (
-            f"distribute_tensor got device_mesh={mesh!r} with the placements of sharded "
+            f"{asked} got device_mesh={mesh!r} with the placements of sharded "
             f"{spec.name!r}, which lies on the mesh of shape {own.shape} and ranks "
             f"{own.describe_ranks()}. Pass the device_mesh of that parameter as well."
         )

@@ -28,7 +28,7 @@ from reference import (
     my_batch,
     shard,
 )
-from shardkit import MixedPrecisionPolicy, fully_shard
+from shardkit import MixedPrecisionPolicy, StateError, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -294,6 +294,21 @@ def test_a_compiled_function_that_calls_backward() -> None:
     differences = Differences()
     differences.note_parameters(model, plain)
     assert_within([differences], parameter=SGD_TOLERANCE)
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compiled_autograd_is_refused_by_its_setting() -> None:
+    """It is right beside sharded modules, and outside of the compiled function."""
+    plain, sharded = CASE.make(), shard(CASE, CASE.make())
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    with torch._dynamo.config.patch(compiled_autograd=True):  # noqa: SLF001
+        compiled_step = torch.compile(take_step, backend="eager")
+        with pytest.raises(StateError, match=r"sharded 'head.*config.compiled_autograd at False"):
+            compiled_step(sharded, my_batch(CASE, 0))
+        compiled_step(plain, my_batch(CASE, 0))
+        assert all(param.grad is not None for param in plain.parameters())
+        torch.compile(CASE.loss, backend="eager")(sharded, my_batch(CASE, 0)).backward()
+        assert all(param.grad is not None for param in sharded.parameters())
 
 
 @on_ranks(4, timeout_s=TIMEOUT_S)

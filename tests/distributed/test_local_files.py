@@ -129,6 +129,45 @@ def load_elsewhere(name: str, folder: str, expected: dict[str, Tensor]) -> None:
             assert torch.equal(full(value), expected[key]), key
 
 
+NUMBERS = (0, 0.9, -2, True)
+
+
+def state_with_numbers(folder: str) -> tuple[dict[typing.Any, Tensor], list[str]]:
+    """Return the first parameter's whole state by keys that are numbers, and what is refused."""
+    model, _ = trained("mlp", (2,))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    params = list(model.parameters())
+    for param in params:
+        values = {n: torch.full_like(param, i) for i, n in enumerate(NUMBERS[1:])}
+        optimizers[0].state[param] = {**values, 0: 3}
+    torch.save(local_state_dict(model, optimizers[0]), rank_file(folder))
+    loaded = torch.load(rank_file(folder), weights_only=True)
+    load_local_state_dict(model, loaded, optimizers[1])
+    for param in params:
+        before, after = (each.state[param] for each in optimizers)
+        assert repr([*after]) == repr([*before])
+        assert after[0] == 3
+        assert all(torch.equal(after[n].to_local(), before[n].to_local()) for n in NUMBERS[1:])
+    whole = {n: full(v) if n else v for n, v in optimizers[0].state[params[0]].items()}
+    refused = []
+    for keys in ((1, "1"), ((0, 1),)):
+        optimizers[0].state[params[0]] = dict.fromkeys(keys, 0)
+        with pytest.raises(CheckpointError) as caught:
+            local_state_dict(model, optimizers[0])
+        refused.append(str(caught.value))
+    return whole, refused
+
+
+def test_state_by_numbers(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    whole, refused = spawn(state_with_numbers, 2, str(tmp_path))[0]
+    path = consolidate(tmp_path / "run", tmp_path / "both.pt", optimizer=True)
+    found = next(iter(torch.load(path, weights_only=True)["optim"]["state"].values()))
+    assert repr([*found]) == repr([*whole])
+    assert all(torch.equal(torch.as_tensor(found[n]), torch.as_tensor(whole[n])) for n in whole)
+    assert "has the keys 1 and '1', which have one name in a local file" in refused[0]
+    assert "has the key (0, 1), a tuple, which cannot be saved" in refused[1]
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
 from parity import Ranks, compare_training, on_meshes
+from recording import recording_mesh
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
@@ -178,3 +179,47 @@ def wrap_around_an_unsharded_module(ranks: Ranks) -> Differences:
 @on_meshes((2,))
 def test_what_is_no_tie_or_a_good_one(run: Run, train: Callable[[Ranks], Differences]) -> None:
     assert_within(run(train), loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+# --- one memory, two Parameters -------------------------------------------------------------------
+
+
+def tied_by_memory(*, is_trainable: bool = True) -> TiedModel:
+    model = TiedModel()
+    model.head.weight = nn.Parameter(model.tokens.weight.data, requires_grad=is_trainable)
+    return model
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_two_parameters_over_one_memory_are_warned_of_by_name(inner: bool) -> None:
+    mesh, _ = recording_mesh((2,))
+    model = tied_by_memory()
+    first = "tokens.weight"
+    if inner:
+        fully_shard(model.tokens, mesh)
+        first = "weight"
+    with pytest.warns(UserWarning, match=f"'{first}' and 'head.weight' share one memory") as found:
+        fully_shard(model, mesh)
+    assert len(found) == 1
+
+
+def without_values() -> nn.Module:
+    with torch.device("meta"):
+        return tied_by_memory(is_trainable=False)
+
+
+def parts_of_one_memory() -> nn.Module:
+    memory = torch.randn(2, 8, 8)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer, part in zip(layers, memory, strict=True):
+        layer.weight = nn.Parameter(part)
+    return layers
+
+
+@pytest.mark.parametrize("make", [TiedModel, without_values, parts_of_one_memory])
+def test_no_warning_of_what_does_not_train_apart(
+    make: Callable[[], nn.Module], recwarn: pytest.WarningsRecorder
+) -> None:
+    mesh, _ = recording_mesh((2,))
+    fully_shard(make(), mesh)
+    assert not [str(each.message) for each in recwarn if "one memory" in str(each.message)]

@@ -18,14 +18,19 @@ from torch.utils import _foreach_utils
 from shardkit._compat import torch_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+
+
+_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+"""Module that has a flag where backwards are compiled."""
 
 
 @functools.cache
-def wrap_engine(chosen: Callable[..., Any]) -> None:
+def wrap_engine(chosen: Callable[..., Any], compiled: Callable[[Any], None]) -> None:
     """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
 
     It gets the engine's function and its arguments. A backward for all tensors bypasses it.
+    `compiled` is called with the outputs before a backward that torch compiles.
 
     If a compiled function calls backward, torch.compile would compile the hooks that the engine
     calls, too: it is kept out of them.
@@ -36,6 +41,8 @@ def wrap_engine(chosen: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(sys.modules.get(_COMPILED_AUTOGRAD), "compiled_autograd_enabled", False):
+            compiled(outputs)
         if len(args) <= position or not args[position]:
             return original(outputs, *args, **kwargs)
         return chosen(original, outputs, *args, **kwargs)
@@ -67,6 +74,20 @@ def is_from_engine() -> bool:
     while caller is not None and caller.f_code.co_name in {"inner", "_fn"}:  # from torch 2.10 on
         caller = caller.f_back
     return caller is not None and caller.f_code.co_name == "_engine_run_backward"
+
+
+def leaves_of(outputs: Iterable[Any]) -> Iterator[Any]:
+    """Yield the leaves whose gradients a backward of tensors or edges of a graph computes."""
+    waiting = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in outputs]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [inner for inner, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            yield node.variable
 
 
 def in_backward() -> bool:

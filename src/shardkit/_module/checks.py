@@ -6,20 +6,23 @@ Nothing is changed before all checks have passed.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from shardkit._compat import torch_fsdp2, torch_modules
-from shardkit._errors import MeshError, WrapError
+from shardkit._compat import torch_fsdp2, torch_modules, torch_tensors
+from shardkit._errors import MeshError, WrapError, warn_user
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state
 from shardkit._params.memory import is_unsharded
 from shardkit._params.sites import ParamEntry
 from shardkit._settings import CPUOffloadPolicy, OffloadPolicy
+from shardkit._tensor.client_answers import refused_grad_dtype
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
@@ -209,6 +212,43 @@ def find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterato
     yield from found.values()
 
 
+_taken_memory: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[int, tuple[int, str]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Id and name of each parameter that was sharded, by its memory from before and its place in it.
+
+As a rule the memory goes with the call. It stays where something else uses it.
+"""
+
+
+def warn_of_shared_memory(found: list[ParamEntry], mesh: DeviceMesh) -> None:
+    """Warn of Parameters that share one memory: each gets memory of its own, and trains alone."""
+    for item in found:
+        memory = _memory_of(item.param)
+        if memory is None:
+            continue
+        storage, start = memory
+        known = _taken_memory.setdefault(storage, {})
+        other_id, other_name = known.setdefault(start, (id(item.param), item.name))
+        if other_id != id(item.param) and item.param.requires_grad:
+            msg = (
+                f"parameters {other_name!r} and {item.name!r} share one memory, but are two "
+                f"Parameters: fully_shard gives each memory of its own, so they train apart from "
+                f"now on. To tie them, let both modules hold one Parameter before fully_shard: "
+                f"b.weight = a.weight."
+            )
+            warn_user(msg, is_first_rank=mesh.is_first_rank)
+
+
+def _memory_of(param: Any) -> tuple[torch.UntypedStorage, int] | None:
+    """Return the storage of a parameter and its first element in it; None if it has none."""
+    part = param.to_local() if tensor_parallel_of(param) is not None else param
+    is_plain = type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided
+    if not is_plain or part.device.type == "xla" or not part.numel():
+        return None
+    return part.untyped_storage(), part.storage_offset()
+
+
 def check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim > MAX_MESH_NDIM:
         msg = (
@@ -262,6 +302,15 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
             )
             raise WrapError(msg)
         _check_max_norm(item, mesh)
+        with torch_tensors.plain_torch_functions():
+            grad_dtype = getattr(param, "grad_dtype", None)  # Torch 2.9 has none.
+        refusal = refused_grad_dtype(param.dtype, grad_dtype)
+        if refusal is not None:
+            msg = (
+                f"parameter {item.name!r} has grad_dtype={grad_dtype}, which fully_shard cannot "
+                f"keep: {refusal} Then set grad_dtype back to {param.dtype}."
+            )
+            raise WrapError(msg)
 
 
 def _check_max_norm(item: ParamEntry, mesh: DeviceMesh) -> None:

@@ -17,7 +17,7 @@ from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
 from shardkit._module.placements import SpmdMesh, data_parallel_mesh, mark_parts, place_params
 from shardkit._params.memory import give_back
-from shardkit._runtime.backward import run_backward
+from shardkit._runtime.backward import refuse_compiled, run_backward
 from shardkit._runtime.group import ParamGroup, exchange_buffer, move_buffers
 from shardkit._settings import (
     CPUOffloadPolicy,
@@ -243,6 +243,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     reshard = checks.checked_reshard(reshard_after_forward, shard_mesh, others)
     checks.check_params(candidates, shard_mesh, offload_policy)
     checks.check_reparametrized(candidates)
+    checks.warn_of_shared_memory(candidates, shard_mesh)
     group = None
     whole_nbytes = sum(item.param.nbytes for item in candidates if item.param.device.type == "cpu")
     if candidates:
@@ -260,7 +261,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         mark_parts(inside if group is None else [*inside, group], shard_mesh)
     note_ignored(ignored)
     watch_optimizers()
-    torch_autograd.wrap_engine(run_backward)
+    torch_autograd.wrap_engine(run_backward, refuse_compiled)
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:

@@ -18,13 +18,14 @@ from shardkit import _events
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_tensors
 from shardkit._errors import NonFiniteGradientError, StateError
 from shardkit._params.bucket import settled
+from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._runtime.group import refuse_summoned
 from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor, averaged
 from shardkit._text import listed, listed_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -490,6 +491,24 @@ def _run_for_chosen(
     ]
     with torch.set_grad_enabled(create_graph):
         return _combined(found, pairs, allow_unused=bool(more[0]))
+
+
+def refuse_compiled(outputs: Iterable[Any]) -> None:
+    """Refuse a backward that torch compiles if it goes through sharded modules.
+
+    Raises:
+        StateError: It computes gradients of unsharded parameters.
+    """
+    for param in torch_autograd.leaves_of(outputs):
+        if is_unsharded(param):
+            msg = (
+                f"compiled autograd cannot run a backward through sharded "
+                f"{param.__dict__[NAME_ATTRIBUTE]!r}: it reads the parameters of all layers before "
+                f"the first of them is gathered. Leave torch._dynamo.config.compiled_autograd at "
+                f"False, or call backward outside of the compiled function. Compiled layers have "
+                f"compiled backwards without it."
+            )
+            raise StateError(msg)
 
 
 def _no_graph_of(name: str) -> StateError:

@@ -96,6 +96,17 @@ class ClaimsClass:
         object.__dict__["__class__"].__set__(self, cls)
 
 
+def refused_grad_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> str | None:
+    """Return why gradients of parameters of a dtype cannot have a wanted one; None: they can."""
+    if wanted in (None, dtype):
+        return None
+    return (
+        f"its sharded gradient always has the dtype of the parameter, {dtype}. For sums over the "
+        f"ranks in {wanted} pass MixedPrecisionPolicy(reduce_dtype={wanted}). For gradients in it "
+        f"keep the parameter in it, and pass param_dtype={dtype} to compute in."
+    )
+
+
 class ClientAnswers(ClaimsClass, HostValues):
     """The part of a `ShardedTensor` that only other packages need, as they do of a DTensor."""
 
@@ -124,6 +135,29 @@ class ClientAnswers(ClaimsClass, HostValues):
         self.replace_piece(piece)
 
     replace_piece: Callable[[Tensor], None]
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that torch wants of a gradient: that of this tensor; None: any."""
+        return self._grad_dtype.__get__(self)  # type: ignore[no-any-return]
+
+    @grad_dtype.setter
+    def grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """Take what changes nothing.
+
+        Raises:
+            ShardedTensorError: It is another dtype than that of this tensor.
+        """
+        refusal = refused_grad_dtype(self.dtype, dtype)
+        if refusal is not None:
+            msg = f"sharded {self.spec.name!r} cannot take grad_dtype={dtype}: {refusal}"
+            raise ShardedTensorError(msg)
+        self._grad_dtype.__set__(self, dtype)
+
+    @property
+    def _grad_dtype(self) -> Any:
+        """The attribute of torch, which is missing in torch 2.9."""
+        return torch.Tensor.grad_dtype
 
     @property
     def _spec(self) -> Any:

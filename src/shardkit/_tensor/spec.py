@@ -40,6 +40,11 @@ _NO_ROWS = (
 )
 
 
+def _class_of_torch(name: str) -> type | None:
+    """Return a class of DTensor's placements; None: nobody has imported them."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), name, None)
+
+
 @dataclass(frozen=True)
 class Replicate:
     """Placement: every rank of the mesh axis holds the same tensor.
@@ -51,9 +56,7 @@ class Replicate:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The class that `isinstance` sees beside this one."""
-        module = sys.modules.get("torch.distributed.tensor")
-        cls: type = getattr(module, "Replicate", Replicate)
-        return cls
+        return _class_of_torch("Replicate") or Replicate
 
     def __hash__(self) -> int:
         """Return the hash of torch's ``Replicate``, to which this object may be equal."""
@@ -77,18 +80,28 @@ class Replicate:
         return False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FlatShard:
     """Placement: each rank of the mesh axis holds a contiguous range of the flat tensor, or none.
 
-    It is not torch's ``Shard(0)``: a cut may fall inside a row.
+    It is not torch's ``Shard(0)``: a cut may fall inside a row. But it is an instance of torch's
+    ``Placement``, if that class is imported.
 
     Attributes:
         spec: Cut of the tensor whose placements were read; None: the placement comes from no
             tensor. The equality of placements ignores it.
     """
 
-    spec: ShardSpec | None = field(default=None, repr=False, compare=False)
+    spec: ShardSpec | None = field(default=None, compare=False)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class that `isinstance` sees beside this one."""
+        return _class_of_torch("Placement") or FlatShard
+
+    def __repr__(self) -> str:
+        """Show the real class, without the cut."""
+        return "FlatShard()"
 
     def is_replicate(self) -> bool:
         """Return False, like torch's ``Shard``."""

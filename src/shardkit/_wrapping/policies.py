@@ -215,16 +215,18 @@ def size_based_auto_wrap_policy(
         unwrapped_params: Number of elements of its parameters that no inner unit holds.
         min_num_params: Number of elements that make a unit.
         force_leaf_modules: Classes that are not visited inside; None: ``{nn.MultiheadAttention}``.
-        exclude_wrap_modules: Classes that are no units; None: ``{nn.ModuleList, nn.ModuleDict}``.
+        exclude_wrap_modules: Classes that are no units; None: no classes. Modules that no call
+            gathers, such as an ``nn.ModuleList`` without a forward, are never units.
 
     Source: torch_xla's and torch's function of this name.
     """
     leaves = (nn.MultiheadAttention,) if force_leaf_modules is None else force_leaf_modules
-    excluded = (
-        (nn.ModuleList, nn.ModuleDict) if exclude_wrap_modules is None else exclude_wrap_modules
-    )
-    is_large = unwrapped_params >= min_num_params
-    return is_large and not isinstance(module, tuple(leaves if recurse else excluded))
+    if unwrapped_params < min_num_params:
+        return False
+    if recurse:
+        return not isinstance(module, tuple(leaves))
+    is_excluded = isinstance(module, tuple(exclude_wrap_modules or ()))
+    return not is_excluded and why_never_gathered(module) is None
 
 
 def _takes(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

@@ -27,7 +27,7 @@ from shardkit._errors import CheckpointError
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import first_of_all
 from shardkit.checkpoint._agreement import agreed, axes_of
-from shardkit.checkpoint._files.disk import dtype_name, reading
+from shardkit.checkpoint._files.disk import dtype_name, reading, saved_key
 from shardkit.checkpoint._files.local import (
     FORMAT,
     METADATA,
@@ -81,7 +81,7 @@ def local_state_dict(
 
     Raises:
         CheckpointError: The model is not sharded, on meta, on XLA devices, or also split by tensor
-            parallelism.
+            parallelism. Or a key of the optimizer's state is no string, number, bool or None.
 
     Cost: one exchange of a number per mesh axis.
     """
@@ -98,6 +98,7 @@ def local_state_dict(
     result = {MODEL: {name: _local(value) for name, value in state.items()}}
     if optimizer is not None:
         named = named_state(model, optimizer)
+        _check_keys(named["state"])
         result[OPTIMIZER] = {
             f"{name}.{key}": _local(value)
             for name, entries in named["state"].items()
@@ -158,6 +159,27 @@ def _check_has_ranks(mesh: DeviceMesh) -> None:
             f"load, or save_full and load_full."
         )
         raise CheckpointError(msg)
+
+
+def _check_keys(state: dict[str, dict[Any, Any]]) -> None:
+    """Refuse keys that cannot be saved, and those that have one text."""
+    for name, entries in state.items():
+        by_text: dict[str, Any] = {}
+        for key in entries:
+            try:
+                saved_key(key)
+            except ValueError as error:
+                msg = (
+                    f"the optimizer's state of {name!r} has the key {key!r}, a "
+                    f"{type(key).__name__}, which cannot be saved. Make it a string or a number."
+                )
+                raise CheckpointError(msg) from error
+            if (other := by_text.setdefault(str(key), key)) is not key:
+                msg = (
+                    f"the optimizer's state of {name!r} has the keys {other!r} and {key!r}, which "
+                    f"have one name in a local file. Rename one of them."
+                )
+                raise CheckpointError(msg)
 
 
 def _local(value: Any) -> Any:

@@ -84,7 +84,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         choose: Whether to try other meshes, groups, recompute and offload, and to name the fastest
             runs that fit. Needs `hardware`. Without `budget`, the memory in the profile is the
             limit.
-        **options: Options of `auto_shard`: `policy`, `strategy`, `mp_policy`, ...
+        **options: Options of `auto_shard`: `policy`, `strategy`, `mp_policy`, ...; None: not given.
 
     Raises:
         ConfigError: An argument is wrong, or the model needs values in its forward.
@@ -100,6 +100,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
     device = _device_type(device)
+    options = {name: value for name, value in options.items() if value is not None}
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
     if "strategy" in options:
         chosen = strategy_of(options["strategy"])

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from recording import recording_mesh
 from shardkit import (
+    ShardedTensorError,
     StateError,
     WrapError,
     fully_shard,
@@ -195,6 +196,22 @@ def test_a_module_inside_another_of_the_list_belongs_to_that() -> None:
 
 
 # --- settings -----------------------------------------------------------------------------------
+
+
+def test_gradients_of_another_dtype() -> None:
+    """FSDP2 forgets what was set before, and torch raises in backward of what is set later."""
+    model, mesh = make_model()
+    weight = model[0].weight
+    weight.grad_dtype = torch.float64
+    with pytest.raises(WrapError, match=r"'0.weight' has grad_dtype=torch.float64.*reduce_dtype="):
+        fully_shard(model, mesh)
+    weight.grad_dtype = weight.dtype
+    fully_shard(model, mesh)
+    with pytest.raises(
+        ShardedTensorError, match=r"'0.weight' cannot take grad_dtype=torch.float64"
+    ):
+        weight.grad_dtype = torch.float64
+    assert trains(model)
 
 
 class Gather:

@@ -93,6 +93,8 @@ def test_what_a_budget_leaves_and_what_helps() -> None:
     assert [each.change.split()[0] for each in found.advice] == ["compute", "keep", "half"]
     assert all(each.peak_nbytes < peak for each in found.advice)
     assert "NOT fit" in str(found)
+    # An option that is None is as good as left out.
+    assert planned(budget=peak - 1, offload_policy=None, strategy=None).advice == found.advice
 
 
 def test_more_of_anything_is_never_less_memory() -> None:

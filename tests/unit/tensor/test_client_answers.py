@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import typing
 
@@ -257,9 +258,12 @@ def test_a_sharded_tensor_is_no_part_of_tensor_parallelism() -> None:
 
 def test_nothing_of_torch_is_changed_afterwards() -> None:
     before = torch.utils.swap_tensors, planner_helpers._iterate_state_dict  # noqa: SLF001
+    from_local = inspect.getattr_static(DTensor, "from_local").__func__
     with shardkit.install():
         assert torch.utils.swap_tensors is not before[0]
+        assert inspect.getattr_static(DTensor, "from_local").__func__ is not from_local
     assert before == (torch.utils.swap_tensors, planner_helpers._iterate_state_dict)  # noqa: SLF001
+    assert inspect.getattr_static(DTensor, "from_local").__func__ is from_local
 
 
 @pytest.mark.parametrize(("size", "rank"), RANKS)
@@ -293,6 +297,36 @@ def test_distribute_tensor_refuses_placements_of_another() -> None:
     assert weight.placements == (shardkit.FlatShard(),)
 
 
+@pytest.mark.parametrize(("size", "rank"), RANKS)
+def test_from_local_joins_pieces(size: int, rank: int) -> None:
+    """Optimizers call it with what they computed from the piece."""
+    with shardkit.install():
+        for param in sharded_layers(size, rank).parameters():
+            sharded: typing.Any = param
+            piece = sharded.to_local().detach().clone().requires_grad_()
+            cut = sharded.device_mesh, sharded.placements
+            made: typing.Any = DTensor.from_local(piece, *cut, shape=param.shape, run_check=False)
+            assert type(made) is ShardedTensor
+            assert made.spec is sharded.spec
+            assert made.to_local().data_ptr() == piece.data_ptr()
+            (made * 3).to_local().sum().backward()
+            assert torch.equal(piece.grad, torch.full_like(piece, 3))
+
+
+def test_from_local_refuses_what_is_no_piece() -> None:
+    weight: typing.Any = sharded_layers(2, 0).first.weight
+    cut = weight.device_mesh, weight.placements
+    with shardkit.install():
+        for other in (torch.ones(5, 6), weight):
+            match = r"sharded 'first.weight', whose piece here is \(30,\), for a .* like to_local"
+            with pytest.raises(ShardedTensorError, match=match):
+                DTensor.from_local(other, *cut)
+        with pytest.raises(ShardedTensorError, match="which are no tensor's own"):
+            DTensor.from_local(torch.ones(30), cut[0], [shardkit.FlatShard()])
+        with pytest.raises(ShardedTensorError, match=r"DTensor.from_local got device_mesh="):
+            DTensor.from_local(weight.to_local(), recording_mesh((4,), rank=0)[0], cut[1])
+
+
 def test_placements_say_that_no_dim_is_cut() -> None:
     """What takes a piece for rows reads `dim`; what asks whether to gather is told so."""
     mesh = recording_mesh((2, 2), rank=1)[0]
@@ -305,6 +339,10 @@ def test_placements_say_that_no_dim_is_cut() -> None:
     assert len({copied, torch.distributed.tensor.Replicate()}) == 1
     assert type(pickle.loads(pickle.dumps(copied))) is type(copied) is shardkit.Replicate
     assert not isinstance(cut, torch.distributed.tensor.Replicate)
+    # Scripts find placements by their class.
+    assert isinstance(cut, torch.distributed.tensor.Placement)
+    assert not isinstance(cut, torch.distributed.tensor.Shard)
+    assert (cut, repr(cut), type(cut)) == (shardkit.FlatShard(), "FlatShard()", shardkit.FlatShard)
     assert (cut.is_replicate(), cut.is_shard(), cut.is_partial()) == (False, True, False)
     assert not hasattr(cut, "dim")
     with pytest.raises(AttributeError, match=r"dim is asked of FlatShard, .* Use full_tensor"):

@@ -197,6 +197,13 @@ def test_a_list_with_a_forward_is_chosen_as_other_modules_are(policy: typing.Any
     assert names(model, policy) == [("chain",), ("",)]
 
 
+def test_a_list_with_a_forward_is_chosen_by_size() -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    for kind, expected in ((Chain, [("chain",), ("",)]), (nn.ModuleList, [("",)])):
+        model = nn.Sequential(OrderedDict(chain=kind(layers), head=nn.Linear(4, 4)))
+        assert names(model, fsdp_min_num_params=30) == expected
+
+
 class Weights(nn.ParameterList):
     def forward(self) -> torch.Tensor:
         return torch.stack(list(self)).sum(0)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.disk import (
     DAMAGED,
-    IntKey,
     Keys,
     is_plain_name,
+    key_of_number,
     open_regular,
     read_index,
 )
@@ -188,7 +188,8 @@ def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
         raise TypeError(msg)
     keys = {
         entry: [
-            (_natural(position, f"position in {entry!r}"), _key(key)) for position, key in found
+            (_natural(position, f"position in {entry!r}"), key_of_number(key))
+            for position, key in found
         ]
         for entry, found in body.get("keys", {}).items()
     }
@@ -203,34 +204,6 @@ def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
         stages=stages,
         keys=keys,
     )
-
-
-def saved_key(key: object) -> Key:
-    """Return a key of a dict as a path has it.
-
-    Raises:
-        ValueError: It does not come back from a file: it is no string, number, bool or None.
-    """
-    plain: Any = key
-    for kind in (bool, int, float, str):
-        if isinstance(key, kind):
-            plain = kind(key)
-            break
-    if str(plain) != str(key):
-        msg = f"{key!r} is written otherwise than {plain!r}"
-        raise ValueError(msg)
-    return plain if type(plain) is str else _key(plain)
-
-
-def _key(value: Any) -> Key:
-    """Return a key that is no string; integers are limited, so that few have the same hash."""
-    if type(value) is int and abs(value) < _LIMIT:
-        return IntKey(value)
-    if value is not None and type(value) not in (bool, float):
-        msg = f"a key is {value!r}"
-        raise ValueError(msg)
-    key: Key = value
-    return key
 
 
 def _check_item(item: Item, name: str, block_nbytes: int) -> None:

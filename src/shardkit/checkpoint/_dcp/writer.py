@@ -31,11 +31,17 @@ from shardkit.checkpoint._dcp.manifest import (
     Item,
     Manifest,
     StoredFile,
-    saved_key,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files import disk
-from shardkit.checkpoint._files.disk import Key, Keys, join_keys, why_refused, write_synced
+from shardkit.checkpoint._files.disk import (
+    Key,
+    Keys,
+    join_keys,
+    saved_key,
+    why_refused,
+    write_synced,
+)
 
 if TYPE_CHECKING:
     import os

@@ -42,6 +42,8 @@ MAX_INDEX_NBYTES = 2**30
 
 DAMAGED = "The checkpoint is damaged: load another one."
 
+_KEY_LIMIT = 1 << 62
+
 _MAX_NAME_LEN = 255  # No file system has longer names.
 
 
@@ -158,6 +160,38 @@ def nested(values: Mapping[Keys, Any]) -> Any:
 def key_in_dict(key: Key) -> Key:
     """Return the key of a dict that is part of a path."""
     return int(key) if isinstance(key, IntKey) else key
+
+
+def saved_key(key: object) -> Key:
+    """Return a key of a dict as a path has it.
+
+    Raises:
+        ValueError: It does not come back from a file: it is no string, number, bool or None.
+    """
+    plain: Any = key
+    for kind in (bool, int, float, str):
+        if isinstance(key, kind):
+            plain = kind(key)
+            break
+    if str(plain) != str(key):
+        msg = f"{key!r} is written otherwise than {plain!r}"
+        raise ValueError(msg)
+    return plain if type(plain) is str else key_of_number(plain)
+
+
+def key_of_number(value: Any) -> Key:
+    """Return a key that is no string; integers are limited, so that few have the same hash.
+
+    Raises:
+        ValueError: It is no number, bool or None, or too large.
+    """
+    if type(value) is int and abs(value) < _KEY_LIMIT:
+        return IntKey(value)
+    if value is not None and type(value) not in (bool, float):
+        msg = f"a key is {value!r}"
+        raise ValueError(msg)
+    key: Key = value
+    return key
 
 
 def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:

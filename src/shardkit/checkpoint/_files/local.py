@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.disk import Keys, Source, TensorInfo
+from shardkit.checkpoint._files.disk import Keys, Source, TensorInfo, join_keys, saved_key
 from shardkit.checkpoint._files.torch_zip import TorchFile
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
     names = [*metadata["tied"], *metadata["tied"].values(), *metadata[MODEL]]
     entries = [*metadata[MODEL].items()]
     for name, states in metadata.get(OPTIMIZER, {}).items():
-        names += [name, *states]
+        names.append(name)
+        for key in states:
+            saved_key(key)
         entries += [(f"{name}.{key}", described) for key, described in states.items()]
     if not all(isinstance(name, str) for name in names):
         msg = "a name is no string"
@@ -142,10 +144,10 @@ class RankFiles(Source):
         return self._chunks[name]
 
     def _add_tensor(
-        self, path: tuple[str, ...], info: TensorInfo, ranges: Sequence[SavedRange], *, is_cut: bool
+        self, path: Keys, info: TensorInfo, ranges: Sequence[SavedRange], *, is_cut: bool
     ) -> None:
         """Note the ranges of a tensor; several files hold replicas of the same range."""
-        key = ".".join(path)
+        key = join_keys(path)
         by_start: dict[int, SavedRange] = {}
         for each in ranges:
             by_start.setdefault(each.start, each)
@@ -154,7 +156,7 @@ class RankFiles(Source):
         begins = [*(piece.start for piece in pieces), info.numel]
         if begins != ends:
             files = f"{self.files[0]} and others"
-            msg = f"the pieces of {'.'.join(path[1:])!r} in {files} do not make a whole."
+            msg = f"the pieces of {join_keys(path[1:])!r} in {files} do not make a whole."
             raise CheckpointError(msg)
         self.infos[key], self.paths[key], self._pieces[key] = info, path, pieces
         self._chunks[key] = [
@@ -162,8 +164,8 @@ class RankFiles(Source):
             for each in ranges
         ]
 
-    def _add_other(self, path: tuple[str, ...], value: Any) -> None:
-        key = ".".join(path)
+    def _add_other(self, path: Keys, value: Any) -> None:
+        key = join_keys(path)
         self.paths[key], self.others[key] = path, value
 
 
@@ -206,7 +208,7 @@ class LocalFiles(RankFiles):
         opened = [TorchFile(file, OPTIMIZER) for file in files]
         for name, entries in found[0][OPTIMIZER].items():
             for key, described in entries.items():
-                path, saved = ("optim", "state", name, key), f"{name}.{key}"
+                path, saved = ("optim", "state", name, saved_key(key)), f"{name}.{key}"
                 if described is None:
                     if saved not in opened[0].others:
                         msg = f"{opened[0].path} lacks {saved!r}, which it describes."
@@ -219,7 +221,7 @@ class LocalFiles(RankFiles):
 
     def _add(
         self,
-        path: tuple[str, ...],
+        path: Keys,
         opened: list[TorchFile],
         saved: str,
         described: list[dict[str, Any] | None],
