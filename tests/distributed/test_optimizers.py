@@ -182,6 +182,39 @@ def test_an_optimizer_that_finds_its_state_by_address_is_exact() -> None:
     assert_within([differences], parameter=0.0)
 
 
+class Rotations(nn.Module):
+    """Complex parameters, of which torch's optimizers update the real and imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 7, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs().sum() * self.scale.sum()
+
+
+@on_ranks(3)
+def test_complex_parameters_train_as_whole_ones() -> None:
+    torch.manual_seed(0)
+    whole = Rotations()
+    for optimizer_class, options in OPTIMIZERS.values():
+        for form in LOOPS.values():
+            plain = copy.deepcopy(whole)
+            sharded = fully_shard(copy.deepcopy(whole))
+            models = (plain, sharded)
+            optimizers = [optimizer_class(m.parameters(), **options, **form) for m in models]
+            for _ in range(3):
+                for model in models:
+                    model(torch.ones(2, 5)).backward()
+                for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
+                    b.grad.copy_(a.grad)
+                step_all(optimizers)
+            differences = Differences()
+            differences.note_parameters(sharded, plain)
+            assert_within([differences], parameter=0.0)
+
+
 # --- clipping -----------------------------------------------------------------------------------
 
 
