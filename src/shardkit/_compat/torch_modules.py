@@ -110,26 +110,15 @@ def untraced(fn: F, *, inner: bool = True) -> F:
 
 
 not_traced_itself = functools.partial(untraced, inner=False)
-"""Decorator of functions that call `pause_compiler` or `resume_compiler`.
+"""Decorator of functions that pause or resume the compiler: `untraced` would undo that."""
 
-After a function out of which all compilation is kept, torch restores the compiler.
+pause_compiler: Any = functools.partial(torch._C._dynamo.eval_frame.set_eval_frame, None)
+"""Function that runs what this thread calls as it is, up to the end of compiled code at most.
+
+It returns the argument of `resume_compiler`; None: nothing is being compiled.
 """
 
-
-@not_traced_itself
-def pause_compiler() -> Any:
-    """Run what this thread calls uncompiled, up to `resume_compiler` or the end of compiled code.
-
-    Returns:
-        Argument of `resume_compiler`; None: nothing is being compiled.
-    """
-    return torch._C._dynamo.eval_frame.set_eval_frame(None)
-
-
-@not_traced_itself
-def resume_compiler(paused: Any) -> None:
-    """Compile again what this thread calls, as before `pause_compiler`."""
-    torch._C._dynamo.eval_frame.set_eval_frame(paused)
+resume_compiler: Any = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def run_uncompiled(*classes: type[torch.Tensor]) -> None:
