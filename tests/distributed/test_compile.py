@@ -406,3 +406,79 @@ def test_a_compiled_function_in_another_thread() -> None:
     thread.join()
     (found,) = results
     torch.testing.assert_close(found.full_tensor(), scaled(layer.weight.detach().full_tensor()))
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+OPTIMIZERS: tuple[tuple[type[torch.optim.Optimizer], dict[str, typing.Any]], ...] = (
+    (torch.optim.AdamW, {"foreach": True, "lr": 0.1}),
+    (torch.optim.AdamW, {"foreach": False, "lr": 0.1}),
+    (torch.optim.Adamax, {"foreach": True, "lr": torch.tensor(0.1)}),
+    (torch.optim.NAdam, {"foreach": True, "lr": 0.1}),
+)
+
+
+def slopes_into(models: tuple[nn.Module, ...]) -> None:
+    for model in models:
+        model(torch.ones(2, 7).double()).square().mean().backward()
+
+
+def train_by_compiled_step(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, typing.Any]
+) -> None:
+    """Raise unless parameters are those of a plain step, bit for bit; compiled ones round more."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).double()
+    sharded = fully_shard(copy.deepcopy(plain))
+    steps = [optimizer_class(model.parameters(), **options).step for model in (plain, sharded)]
+    steps[1] = torch.compile(steps[1], backend="aot_eager")
+    for _ in range(3):
+        slopes_into((plain, sharded))
+        for step in steps:
+            step()
+    for expected, param in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(whole(param), expected)
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_compiled_step_trains_as_one_that_is_not() -> None:
+    for optimizer_class, options in OPTIMIZERS:
+        train_by_compiled_step(optimizer_class, options)
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_other_code_is_compiled_beside_a_step() -> None:
+    """After the step in the same function, after a step that raised, and other optimizers."""
+    graphs = []
+
+    def note(graph: torch.fx.GraphModule, _: object) -> typing.Any:
+        graphs.append(graph)
+        return graph
+
+    sharded, plain = fully_shard(nn.Linear(7, 5).double()), nn.Linear(7, 5).double()
+    same = copy.deepcopy(plain)
+    models = (sharded, plain, same)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+
+    @torch.compile(backend=note)
+    def step(x: Tensor) -> Tensor:
+        optimizers[0].step()
+        return x.sin() + 1
+
+    def refuse(*_: object) -> None:
+        raise ValueError
+
+    slopes_into(models)
+    step(torch.ones(2))
+    assert len(graphs) == 1
+    hook = optimizers[0].register_step_pre_hook(refuse)
+    with pytest.raises(ValueError, match=r"^$"):
+        step(torch.ones(2))
+    hook.remove()
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    step(torch.ones(2))
+    assert len(graphs) == 2
+    torch.compile(optimizers[1].step, backend=note)()
+    optimizers[2].step()
+    assert len(graphs) > 2
+    torch.testing.assert_close(list(plain.parameters()), list(same.parameters()))

@@ -64,6 +64,27 @@ class Lion(torch.optim.Optimizer):
                 state["momentum"].lerp_(parameter.grad, 1 - beta2)
 
 
+class ByAddress(torch.optim.Optimizer):
+    """Momentum of halves of parameters, which finds its state by the addresses of these halves."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {})
+        self.momenta: dict[typing.Any, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                middle = parameter.numel() // 2
+                for part in (slice(middle), slice(middle, None)):
+                    half, slope = parameter.view(-1)[part], parameter.grad.view(-1)[part]
+                    momentum = self.momenta.get((half.data_ptr(), half.numel()))
+                    momentum = slope.clone() if momentum is None else momentum * 0.9 + slope
+                    self.momenta[half.data_ptr(), half.numel()] = momentum
+                    half.sub_(momentum * 0.1)
+
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, typing.Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -135,6 +156,63 @@ def test_an_optimizer_written_by_hand_is_exact(spawn: Spawn, mesh_shape: tuple[i
         grad=0.0,
         parameter=0.0,
     )
+
+
+class TwoAlike(Parameters):
+    """Parameters of which some have the same number of elements; the last ranks have few."""
+
+    def __init__(self) -> None:
+        super().__init__({"matrix": (4, 3), "vector": (12,), "column": (2, 1), "row": (1, 2)})
+
+
+@on_ranks(4)
+def test_an_optimizer_that_finds_its_state_by_address_is_exact() -> None:
+    torch.manual_seed(0)
+    plain = TwoAlike()
+    sharded = fully_shard(copy.deepcopy(plain))
+    optimizers = [ByAddress(model.parameters()) for model in (plain, sharded)]
+    generator = torch.Generator()
+    differences = Differences()
+    for _ in range(STEPS):
+        slopes = plain.draw_slopes(generator)
+        for model in (plain, sharded):
+            model(slopes).backward()
+        step_all(optimizers)
+    differences.note_parameters(sharded, plain)
+    assert_within([differences], parameter=0.0)
+
+
+class Rotations(nn.Module):
+    """Complex parameters, of which torch's optimizers update the real and imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 7, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs().sum() * self.scale.sum()
+
+
+@on_ranks(3)
+def test_complex_parameters_train_as_whole_ones() -> None:
+    torch.manual_seed(0)
+    whole = Rotations()
+    for optimizer_class, options in OPTIMIZERS.values():
+        for form in LOOPS.values():
+            plain = copy.deepcopy(whole)
+            sharded = fully_shard(copy.deepcopy(whole))
+            models = (plain, sharded)
+            optimizers = [optimizer_class(m.parameters(), **options, **form) for m in models]
+            for _ in range(3):
+                for model in models:
+                    model(torch.ones(2, 5)).backward()
+                for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
+                    b.grad.copy_(a.grad)
+                step_all(optimizers)
+            differences = Differences()
+            differences.note_parameters(sharded, plain)
+            assert_within([differences], parameter=0.0)
 
 
 # --- clipping -----------------------------------------------------------------------------------

@@ -242,6 +242,30 @@ def set_and_look(
     return now, [list(told.missing_keys), list(told.unexpected_keys)]
 
 
+@on_ranks(2)
+def test_options_of_a_scheduler_are_sent_to_all_ranks() -> None:
+    """FSDP2's ranks other than the first get none that the optimizer has not."""
+
+    def make() -> Made:
+        model = fully_shard(nn.Linear(6, 5))
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
+        return model, torch.optim.AdamW(groups, lr=0.25)
+
+    for functions in FUNCTIONS.values():
+        source, target = make(), make()
+        scheduler = torch.optim.lr_scheduler.StepLR(source[1], 1, gamma=0.1)
+        source[0](torch.ones(2, 6)).sum().backward()
+        source[1].step()
+        scheduler.step()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = functions.get_optimizer_state_dict(*source, options=options)
+        options.broadcast_from_rank0 = True
+        functions.set_optimizer_state_dict(*target, state, options=options)
+        assert [group["lr"] for group in target[1].param_groups] == [0.025, 0.05]
+        made = torch.optim.lr_scheduler.StepLR(target[1], 1, gamma=0.1)
+        assert made.base_lrs == [0.25, 0.5]
+
+
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 @on_ranks("mesh_shape")
 def test_each_option_sets_the_same(mesh_shape: tuple[int, ...]) -> None:

@@ -5,9 +5,10 @@ No branch on torch's version.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.utils import stateless
@@ -17,6 +18,8 @@ from shardkit._compat.torch_checkpoints import when_imported
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 
 def is_called_by_ddp(frame: types.FrameType | None) -> bool:
@@ -91,18 +94,31 @@ COMPILED_CALL = "_compiled_call_impl"
 """Attribute in which `Module.compile` keeps a replacement call, bound to one module: not copied."""
 
 
-def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a function and of all functions that it calls.
+def untraced(fn: F, *, inner: bool = True) -> F:
+    """Keep torch.compile out of a function, and unless `inner` is False out of all that it calls.
 
     `torch.compiler.disable` does the same, but wraps each call and imports the compiler at once.
     """
     frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    strategy = frames._FrameExecStrategy(skip, skip)  # For the function's frame and for inner ones.
+    action = frames._FrameAction
+    # For the function's frame, and for inner ones.
+    strategy = frames._FrameExecStrategy(action.SKIP, action.SKIP if inner else action.DEFAULT)
     frames.set_code_exec_strategy(fn.__code__, strategy)
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Callers do not inline it.
     fn._torchdynamo_disable_msg = "shardkit communicates"  # type: ignore[attr-defined]
     return fn
+
+
+not_traced_itself = functools.partial(untraced, inner=False)
+"""Decorator of functions that pause or resume the compiler: `untraced` would undo that."""
+
+pause_compiler: Any = functools.partial(torch._C._dynamo.eval_frame.set_eval_frame, None)
+"""Function that runs what this thread calls as it is, up to the end of compiled code at most.
+
+It returns the argument of `resume_compiler`; None: nothing is being compiled.
+"""
+
+resume_compiler: Any = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def run_uncompiled(*classes: type[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what an optimizer updates, and of state that is older than `fully_shard`.
+"""Checks of what an optimizer updates, state that is older than `fully_shard`, compiled steps.
 
 Parameters that no group holds, or those of another model, train wrongly and without an error. So do
 unsharded parameters, which modules show for a while.
@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardkit._compat import torch_modules
 from shardkit._errors import OptimizerError, StateError
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, leaves_of, map_leaves
@@ -129,6 +130,36 @@ def _check_has_values(
         raise StateError(msg)
 
 
+# --- compiled steps -------------------------------------------------------------------------------
+
+_paused: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+"""Optimizers whose step runs now as it is, though its caller is compiled."""
+
+
+@torch_modules.not_traced_itself
+def _pause_compiler(optimizer: Optimizer, *_: Any) -> None:
+    """Run a compiled step as it is, if it updates sharded parameters.
+
+    Operators on sharded tensors are not compiled. Between them torch's code asks whether it is
+    compiled, and computes in another way then.
+    """
+    paused = torch_modules.pause_compiler()
+    _paused.pop(optimizer, None)  # Its last step raised.
+    if paused is None:
+        return
+    if any(isinstance(param, ShardedTensor) for param in _params_of(optimizer)):
+        _paused[optimizer] = paused
+    else:
+        torch_modules.resume_compiler(paused)
+
+
+@torch_modules.not_traced_itself
+def _resume_compiler(optimizer: Optimizer, *_: Any) -> None:
+    paused = _paused.pop(optimizer, None)
+    if paused is not None:
+        torch_modules.resume_compiler(paused)
+
+
 # --- what an optimizer updates --------------------------------------------------------------------
 
 _MIN_CODED_NUMEL = 4096  # torchao codes the state of no smaller parameter.
@@ -173,9 +204,11 @@ def watch_optimizers() -> None:
     _looked_at.clear()
     if not _is_installed:
         for before in (cut_whole_state, _look, _average_losses, begin_step):
-            register_optimizer_step_pre_hook(before)
+            register_optimizer_step_pre_hook(torch_modules.untraced(before))
         for after in (end_step, note_step):
-            register_optimizer_step_post_hook(after)
+            register_optimizer_step_post_hook(torch_modules.untraced(after))
+        register_optimizer_step_pre_hook(_pause_compiler)
+        register_optimizer_step_post_hook(_resume_compiler)
         _is_installed = True
 
 

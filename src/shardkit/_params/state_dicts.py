@@ -16,7 +16,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.groups import exchange, group_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardkit._params.bucket import Bucket
 
@@ -302,6 +302,32 @@ def agree_on_parts(
     return original(model, *args, optim_only=optim_only, **kwargs)
 
 
+def load_optimizers(
+    original: Callable[..., Any],
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    state_dict: Any,
+    info: Any,
+) -> None:
+    """Give all ranks the options that only rank 0's state has, such as ``initial_lr``.
+
+    Torch sends the options that an optimizer has before. A scheduler takes a learning rate from the
+    others, so ranks would train with different ones.
+
+    Cost: with ``broadcast_from_rank0`` an all-gather of the options.
+    """
+    original(model, optimizers, state_dict, info)
+    if not info.handle_optim or not info.broadcast_from_rank0:
+        return
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(isinstance(param, ShardedTensor) for group in groups for param in group["params"]):
+        own = [{key: group[key] for key in group if key != "params"} for group in groups]
+        on_host = map_leaves(own, lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf)
+        for group, options in zip(groups, exchange(on_host, None, "options")[0], strict=True):
+            for key, value in options.items():
+                group.setdefault(key, value)
+
+
 def _sharded_ones(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
     return {key: value for key, value in state.items() if isinstance(value, ShardedTensor)}
 
@@ -344,5 +370,6 @@ torch_checkpoints.wrap_state_dict_helpers(
         "_broadcast_state_dict": broadcast_state_dict,
         "_broadcast_tensors": broadcast_tensors,
         "_verify_options": agree_on_parts,
+        "_load_optim_state_dict": load_optimizers,
     }
 )

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import dlpack
+from torch.utils import dlpack, weak
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import ShardedTensorError
 from shardkit._host_values import HostValues
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import types
+    from collections.abc import Callable, MutableMapping
 
     from shardkit._tensor.spec import ShardSpec
 
@@ -32,6 +33,16 @@ _own_storages: weakref.WeakKeyDictionary[ShardSpec, torch.UntypedStorage] = (
     weakref.WeakKeyDictionary()
 )
 """Memory for empty pieces, which have none: it gives each parameter an address."""
+
+
+_FIRST_ADDRESS, _ADDRESS_NBYTES = 0xFF80 << 48, 2**54
+"""A range of addresses that no process can read, on the host and on accelerators."""
+_ADDRESS_ALIGNMENT = 512
+
+_addresses: MutableMapping[Tensor, int] = weak.WeakTensorKeyDictionary()
+"""Addresses of wholes, by piece. No two wholes overlap, nor do views of them."""
+_taken_nbytes = 0
+_address_lock = threading.Lock()
 
 
 class _Claimed:
@@ -68,6 +79,12 @@ def telling_the_truth(function: Callable[P, R]) -> Callable[P, R]:
     return asking
 
 
+def _package_of(frame: types.FrameType) -> str:
+    """Return the name of the package whose code a frame runs."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
+
+
 class ClaimsClass:
     """A tensor that claims another class beside its own (`answer_to`).
 
@@ -83,10 +100,9 @@ class ClaimsClass:
         claimed = _Claimed.cls
         if claimed is None or getattr(_truth, "is_asked", False) or torch_tensors.in_dispatch():
             return type(self)
-        if self.tells_torch_the_truth:
-            asking = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - documented for this use
-            if asking.partition(".")[0] == "torch":
-                return type(self)
+        asking = sys._getframe(1)  # noqa: SLF001 - documented for this use
+        if self.tells_torch_the_truth and _package_of(asking) == "torch":
+            return type(self)
         return claimed
 
     @__class__.setter
@@ -195,15 +211,38 @@ class ClientAnswers(ClaimsClass, HostValues):
         raise self._no_whole()
 
     def data_ptr(self) -> int:
-        """Return 0, as for a DTensor: torch asks to learn that the tensor has no memory of its own.
+        """Return an address that distinguishes tensors, but where no memory is; see `address`."""
+        return self.address(sys._getframe(1))  # noqa: SLF001 - documented for this use
+
+    def address(self, asking: types.FrameType, offset: int = 0) -> int:
+        """Return the address of a byte of the whole, which no rank has in its memory.
+
+        Packages find state, and tied parameters, by the address of a tensor. So tensors that share
+        this rank's piece have one address, and others have another. Code that reads from there
+        fails. Torch asks to learn that the tensor has no memory of its own: it gets 0, as of a
+        DTensor.
+
+        Args:
+            asking: Frame that asks.
+            offset: Position of the byte in the whole.
 
         Raises:
             ShardedTensorError: safetensors asks, which would read the whole tensor there.
         """
-        caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - documented for this use
-        if caller.partition(".")[0] == "safetensors":
+        global _taken_nbytes  # noqa: PLW0603 - addresses are of the process, too
+        package = _package_of(asking)
+        if package == "safetensors":
             raise self._no_whole()
-        return super().data_ptr()
+        piece = self.local_piece
+        if package == "torch" or piece.is_meta:
+            return 0
+        with _address_lock:
+            first = _addresses.get(piece)
+            if first is None:
+                first = _addresses[piece] = _FIRST_ADDRESS + _taken_nbytes % _ADDRESS_NBYTES
+                blocks = self.numel() * self.element_size() // _ADDRESS_ALIGNMENT + 1
+                _taken_nbytes += blocks * _ADDRESS_ALIGNMENT
+        return first + offset
 
     def _no_whole(self) -> ShardedTensorError:
         """Return the error for a writer of files that asks for the memory of the whole."""

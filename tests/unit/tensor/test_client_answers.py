@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 import typing
 
@@ -129,15 +130,38 @@ def test_on_meta_there_is_no_address() -> None:
     weight = fully_shard(layer, mesh=recording_mesh((2,), rank=1)[0]).weight
     assert weight.is_meta
     assert weight.untyped_storage().data_ptr() == 0
+    assert weight.data_ptr() == 0  # type: ignore[operator, union-attr]
     assert weight._local_tensor.is_meta  # type: ignore[operator, union-attr]  # noqa: SLF001
 
 
 def test_there_is_no_address_of_the_whole() -> None:
     """As of a DTensor: who reads memory there fails, and gets no neighbors of a piece."""
-    weight = sharded_layers(1, 0).first.weight
-    assert weight.data_ptr() == 0  # type: ignore[operator, union-attr]
+    weight: typing.Any = sharded_layers(1, 0).first.weight
+    asked_by_torch = {"__name__": "torch.nn.modules.rnn", "tensors": (weight, weight[1:])}
+    assert eval("[t.data_ptr() for t in tensors]", asked_by_torch) == [0, 0]
+    last_of_users, last = 2**56 - 1, 2**64 - 1  # On the host, with five levels of pages.
+    assert last_of_users < weight.data_ptr() <= weight[-1:].data_ptr() < last
     with pytest.raises(ShardedTensorError, match=r"no storage of the whole.*save_full"):
-        weight.storage()  # type: ignore[operator, union-attr]
+        weight.storage()
+
+
+@pytest.mark.parametrize(("size", "rank"), RANKS)
+def test_addresses_tell_parameters_and_their_views_apart(size: int, rank: int) -> None:
+    """Packages find state by them, or tied parameters, or that one tensor is a part of another."""
+    model = sharded_layers(size, rank)
+    ends = {}
+    for name, param in model.named_parameters():
+        begin = param.data_ptr()
+        ends[begin] = begin + param.nbytes
+        assert begin == param.detach().data_ptr() == param.data.data_ptr()
+        assert begin == model.state_dict()[name].data_ptr() == param.view(-1).data_ptr()
+        assert param.view(-1)[-1].data_ptr() + param.itemsize == ends[begin]
+        assert {param.clone().data_ptr(), torch.zeros_like(param).data_ptr()}.isdisjoint([begin])
+    begins = sorted(ends)
+    assert len(begins) == len(list(model.parameters()))
+    assert all(ends[begin] <= after for begin, after in itertools.pairwise(begins))
+    state = model.state_dict()
+    assert state["tied.weight"].data_ptr() == state["last.weight"].data_ptr()
 
 
 @pytest.mark.parametrize("write", [safetensors.torch.save_file, safetensors.torch.save])

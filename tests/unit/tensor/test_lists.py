@@ -74,6 +74,21 @@ def test_numbers_that_differ(params: list[Tensor], *, per_bucket: bool) -> None:
     assert_equal(params, expected)
 
 
+@pytest.mark.parametrize("per_bucket", [True, False])
+def test_numbers_in_one_tensor(params: list[Tensor], *, per_bucket: bool) -> None:
+    """Optimizers that are compiled pass the sizes of their steps in this way."""
+    numbers = [float(i // len(SIZES) if per_bucket else i) for i in range(len(params))]
+    up, down = state_of(params, 1), state_of(params, 2)
+    expected = [
+        p + n * u / d
+        for p, n, u, d in zip(pieces_of(params), numbers, *map(pieces_of, (up, down)), strict=True)
+    ]
+    sums = torch._foreach_addcdiv(params, up, down, torch.tensor(numbers))
+    torch._foreach_addcdiv_(params, up, down, torch.tensor(numbers))
+    assert_equal(params, pieces_of(sums))
+    torch.testing.assert_close(pieces_of(params), expected)
+
+
 @pytest.mark.parametrize("picked", [slice(4, 9), slice(9), slice(None, None, -1)])
 def test_a_part_of_the_list_or_another_order(params: list[Tensor], picked: slice) -> None:
     state = state_of(params, 1)

@@ -54,6 +54,15 @@ def write_a_view_twice(weight: Tensor) -> None:
         view.mul_(2)
 
 
+@torch.no_grad()
+def exchange_with_a_copy(weight: Tensor) -> None:
+    """Exchange values without other memory, as schedulefree's wrapper of optimizers does."""
+    other = weight.detach() * 2
+    for a, b in ((weight, other), (other, weight), (weight, other)):
+        a.view(torch.uint8).bitwise_xor_(b.view(torch.uint8))
+    weight.view(-1).sub_(other.view(-1), alpha=3)
+
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "a row": lambda w: w.data[2].fill_(7),
     "a column drawn": lambda w: w.data[:, 1].normal_(),
@@ -69,6 +78,13 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "transposed copy": lambda w: w.data.t().copy_(values(w).t()),
     "a copied row": lambda w: w.data[4].copy_(values(w)[4]),
     "diagonal": lambda w: w.data.fill_diagonal_(7),
+    "in another dtype": lambda w: w.data.view(torch.int32)[1:3].add_(1),
+    "bits of bytes": lambda w: w.data.view(torch.uint8).bitwise_xor_(values(w).view(torch.uint8)),
+    "some bytes": lambda w: w.data.view(torch.uint8)[:, 2:7].copy_(
+        values(w).view(torch.uint8)[:, 2:7]
+    ),
+    "bytes exchanged": exchange_with_a_copy,
+    "halves of elements": lambda w: w.data.view(torch.int16)[..., 1::2].zero_(),
     "masked": lambda w: w.data.masked_fill_(w.data > 11, 0.0),
     "from a vector": lambda w: nn.utils.vector_to_parameters(values(w).view(-1), [w]),
     "an update that is trained": lambda w: w.data.add_(trained(w)),
@@ -170,7 +186,7 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "trained source": ("torch.no_grad", lambda w: (w * 1).copy_(trained(w))),
     "trained rows": ("torch.no_grad", lambda w: w.data[:2].add_(trained(w)[:2])),
     "a view that autograd follows": ("torch.where", lambda w: (w * 1)[0].zero_()),
-    "a view in another dtype": ("another dtype", lambda w: w.data.view(torch.int32)[0].zero_()),
+    "larger elements": ("lie on two ranks", lambda w: w.data.view(torch.float64)[0].zero_()),
 }
 
 
@@ -184,14 +200,15 @@ def test_writes_that_would_be_wrong_are_refused_by_name(name: str) -> None:
     assert log == []
 
 
-def test_what_trains_complex_parameters_is_named() -> None:
-    mesh, _ = recording_mesh((2,))
+@torch.no_grad()
+def test_writes_to_conjugates_are_refused() -> None:
+    mesh, log = recording_mesh((2,))
     holder = Holder((6, 20))
     holder.weight = nn.Parameter(torch.ones(6, 20, dtype=torch.complex64))
     fully_shard(holder, mesh)
-    holder.weight.grad = torch.ones_like(holder.weight)
-    with pytest.raises(ShardedTensorError, match=r"use torch.optim.SGD, or .*LocalOptimizer"):
-        torch.optim.AdamW(holder.parameters(), foreach=False).step()
+    with pytest.raises(ShardedTensorError, match=r"a view of conjugates is written"):
+        holder.weight.conj()[0].zero_()
+    assert log == []
 
 
 USES: dict[str, Callable[[typing.Any], Tensor]] = {

@@ -275,6 +275,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             key: gathered(func, arg) if type(arg) is ShardedTensor else arg
             for key, arg in kwargs.items()
         }
+    if type(args[-1]) is Tensor and args[-1].ndim == 1:  # A number for each entry.
+        func, args = func.overloadpacket.ScalarList, (*args[:-1], args[-1].tolist())
     first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
     runs = find_runs(args)
     if _has_data(func, args, runs):

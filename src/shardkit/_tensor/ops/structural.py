@@ -22,7 +22,7 @@ from shardkit._tensor.ops.wholes import (
     wrap,
 )
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.written_values import is_param, note_written
+from shardkit._tensor.written_values import is_param, note_update, note_written
 from shardkit._tree import iter_tensors, map_tensors
 
 _aten = torch.ops.aten
@@ -255,14 +255,48 @@ def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return whole(func, args, kwargs)
     base = target.base if type(target) is ShardedView else target
     check_in_place(func, target, others, kwargs)
+    shown = _shown(target)
+    _check_writable(func, shown)
+    pieces = _as_pieces(args, shown) if torch.Tag.pointwise in func.tags else None
+    if pieces is not None and next(iter_tensors(kwargs, depth=0), None) is None:
+        func(*pieces, **kwargs)
+        note_write(base, is_followed=True)
+        note_update(func, (base,))
+        return target
     others, kwargs = (
         map_tensors(lambda tensor: gathered(func, tensor), tree) for tree in (others, kwargs)
     )
-    shown = target
-    if type(target) is ShardedTensor:
-        shown = ShardedView(base, torch.empty(base.shape, dtype=base.dtype, device="meta"))
     _write(func, shown, others, kwargs)
     return target
+
+
+def _shown(tensor: Any) -> ShardedView:
+    """Return a view, or for a sharded tensor the view of all of it."""
+    if type(tensor) is ShardedView:
+        return tensor
+    return ShardedView(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+def _as_pieces(args: tuple[Any, ...], target: ShardedView) -> list[Any] | None:
+    """Return arguments with pieces for tensors, if all are cut as a written view is; else None.
+
+    So are views of whole tensors in the order of their elements, such as their bytes.
+    """
+    pieces = []
+    for arg in args:
+        if type(arg) in (ShardedTensor, ShardedView):
+            shown = _shown(arg)
+            base, geometry = shown.base, shown.geometry
+            shows_all = geometry.is_contiguous() and geometry.nbytes == base.nbytes
+            is_cut_so = shown.shape == target.shape and base.spec.same_cut(target.base.spec)
+            if base.spec.is_traced or not shows_all or not is_cut_so:
+                return None
+            pieces.append(base.local_piece.view(geometry.dtype))
+        elif isinstance(arg, Tensor):
+            return None
+        else:
+            pieces.append(arg)
+    return pieces
 
 
 def writes_elements(func: Any) -> bool:
@@ -275,29 +309,45 @@ def writes_elements(func: Any) -> bool:
     return fills_by_shape(func) or (torch.Tag.pointwise in func.tags and not is_random)
 
 
-def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) -> None:
-    """Write to a copy of the view, of which this rank's elements go into its piece."""
+def _check_writable(func: Any, target: ShardedView) -> None:
     base, geometry = target.base, target.geometry
-    piece, spec = base.local_piece, base.spec
+    spec = base.spec
     if torch.is_grad_enabled() and base.requires_grad:
         why = (
             "a view of it is written, and autograd would have to follow. Write under "
             "torch.no_grad(), or compute a new tensor, as by torch.where."
         )
         raise refuse(func, base, why)
-    if geometry.dtype != base.dtype or geometry.is_conj() or geometry.is_neg():
-        why = "a view in another dtype is written. Write the tensor itself."
-        if base.is_complex():
-            why += (
-                " Adam, AdamW, RMSprop and Adagrad of torch write complex parameters in this way: "
-                "use torch.optim.SGD, or shardkit.optim.LocalOptimizer with their class."
-            )
+    if geometry.is_conj() or geometry.is_neg():
+        why = "a view of conjugates is written. Write the tensor itself."
+        raise refuse(func, base, why)
+    if geometry.itemsize > base.itemsize:
+        why = (
+            "a view in a dtype of larger elements is written, which may lie on two ranks. Write "
+            "the tensor itself, or a view in a dtype of smaller elements."
+        )
+        raise refuse(func, base, why)
+    if spec.is_traced and geometry.dtype != base.dtype:
+        why = "a view in another dtype is written where operators are traced. Write the tensor."
         raise refuse(func, base, why)
     if spec.is_traced and spec.axis.size > 1:
         # The elements that a rank owns would be numbers in its graph, and graphs would differ.
         why = "replicas (torch_xla.launch) can write whole tensors only, as by copy_()."
         raise refuse(func, base, why)
-    places = spec.local_indices(places_of(geometry, piece.device))
+
+
+def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) -> None:
+    """Write to a copy of the view, of which this rank's elements go into its piece."""
+    base, geometry = target.base, target.geometry
+    piece, spec = base.local_piece, base.spec
+    if geometry.dtype != piece.dtype:
+        piece = piece.view(geometry.dtype)
+    places = places_of(geometry, piece.device)
+    num_parts = base.itemsize // geometry.itemsize  # Elements of the view in one of the tensor.
+    if num_parts == 1:
+        places = spec.local_indices(places)
+    else:
+        places = spec.local_indices(places // num_parts) * num_parts + places % num_parts
     is_here = (places >= 0) & (places < piece.numel())
     # It is laid out like the view, since random numbers may depend on that; the rest stays unused.
     values = empty_as(target).zero_()

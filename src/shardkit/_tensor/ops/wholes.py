@@ -7,6 +7,7 @@ rank keeps its piece.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -203,6 +204,11 @@ class ShardedView(HostValues):
     def full_tensor(self) -> Tensor:
         """Return the values on every rank, a plain tensor. Cost: `ShardedTensor.full_tensor`."""
         return self.clone()
+
+    def data_ptr(self) -> int:
+        """Return an address in the base, which is not memory; see `ShardedTensor.address`."""
+        offset = int(self.geometry.storage_offset()) * self.geometry.itemsize
+        return self.base.address(sys._getframe(1), offset)  # noqa: SLF001 - documented for this use
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
