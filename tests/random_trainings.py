@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import random
 import typing
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -197,7 +199,8 @@ def worst_difference(number: int, mesh: DeviceMesh) -> float:
     for group in groups:
         fully_shard(group, mesh=mesh, reshard_after_forward=training.reshard_after_forward)
     fully_shard(model, mesh=mesh)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    options = {"lr": 0.1, "foreach": number % 2 == 0}
+    optimizers = [torch.optim.SGD(each.parameters(), **options) for each in (model, plain)]
     num_ranks, me = dist.get_world_size(), dist.get_rank()
     for step in training.steps:
         batches = torch.randn(num_ranks, 3, WIDTH, dtype=torch.float64).to(device)
@@ -215,5 +218,13 @@ def worst_difference(number: int, mesh: DeviceMesh) -> float:
 
 
 def worst_differences(numbers: Iterable[int], mesh: DeviceMesh) -> dict[int, float]:
-    """Return the difference of each training, by its number."""
-    return {number: worst_difference(number, mesh) for number in numbers}
+    """Return the difference of each training, by its number; inf if it warns of anything."""
+    found = {}
+    for number in numbers:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found[number] = worst_difference(number, mesh)
+        if said:
+            print(number, *(each.message for each in said))
+            found[number] = math.inf
+    return found

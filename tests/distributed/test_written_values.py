@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from reference import make_mesh
 from shardkit import RankMismatchError, checkpoint, fully_shard, summon_full_params
@@ -442,6 +442,46 @@ def test_an_average_that_one_rank_updates_is_told(spawn: Spawn) -> None:
         assert spawn(average_on, world_size, range(4), shape, False) == [[]] * world_size
     assert spawn(average_on, 4, [0, 1], (2, 2), False)[0]
     assert spawn(average_on, 4, [0, 1], (2, 2), True) == [[]] * 4
+
+
+class WithUnusedFirst(nn.Module):
+    """A layer beside parameters of the root, of which the first may be left out.
+
+    Rank 0 of two has no element of the root's last layer, and rank 1 has all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, uses_first: bool) -> Tensor:
+        x = self.layer(self.first(x) if uses_first else x)
+        result: Tensor = self.last(x)
+        return result
+
+
+def train_without_first(foreach: bool) -> list[str]:
+    """Train what one rank has no element of, by an optimizer; return what is warned of."""
+    model = WithUnusedFirst()
+    fully_shard(model.layer, mesh=make_mesh((2,)))
+    fully_shard(model, mesh=make_mesh((2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model(torch.randn(4, 6), False).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(4, 6), True)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_step_that_writes_nothing_on_one_rank_is_no_difference(
+    spawn: Spawn, foreach: bool
+) -> None:
+    assert spawn(train_without_first, 2, foreach) == [[], []]
 
 
 def comparisons_of_forwards(nums: typing.Sequence[int], reshards: bool) -> list[int]:

@@ -181,26 +181,33 @@ def over_flats(
     ]
 
 
-def find_runs(args: tuple[Any, ...]) -> list[PieceRun] | None:
-    """Return the runs for list operators on flats; None if no entries are such pieces."""
+def _find_plan(args: tuple[Any, ...]) -> _ListPlan | None:
+    """Return the plan of a list operator on flats; None if no entries are such pieces."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     first = lists[0]
     if set(map(type, first)) != {ShardedTensor} or first[0].spec.is_traced:
         return None
     specs = tuple([item.spec for item in first])
     key = tuple(map(id, specs))
-    known = _planned.get(key)
-    runs = _remember(key, specs) if known is None else known.runs
-    if not runs or not all(_follows(items, specs, runs) for items in lists):
+    plan = _planned.get(key) or _remember(key, specs)
+    if not plan.runs or not all(_follows(items, specs, plan.runs) for items in lists):
         return None
-    return runs
+    return plan
 
 
 @dataclass(slots=True)
 class _ListPlan:
-    """The runs of some specs, without references to them; it is dropped with the first of them."""
+    """The runs of some specs, without references to them; it is dropped with the first of them.
+
+    Attributes:
+        runs: Runs of neighbouring parameters.
+        written: Positions of entries that have all flats between them: also those of flats of which
+            the entries have no elements on this rank, which other ranks write.
+        specs: References to the specs.
+    """
 
     runs: list[PieceRun]
+    written: list[int]
     specs: list[weakref.ref[ShardSpec]]
 
 
@@ -208,7 +215,7 @@ _planned: dict[tuple[int, ...], _ListPlan] = {}  # By the ids of the specs.
 _MAX_PLANS = 16
 
 
-def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[PieceRun]:
+def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> _ListPlan:
     if len(_planned) >= _MAX_PLANS:
         _planned.clear()
 
@@ -216,8 +223,16 @@ def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[PieceRun
         _planned.pop(key, None)
 
     runs = _plan(specs)
-    _planned[key] = _ListPlan(runs, [weakref.ref(spec, forget) for spec in specs])
-    return runs
+    written = [run.positions[0] for run in runs]
+    seen = {id(specs[position].state_allocator) for position in written}
+    for position, spec in enumerate(specs):
+        allocator = spec.state_allocator
+        if spec.piece_numel == 0 and (allocator is None or id(allocator) not in seen):
+            seen.add(id(allocator))
+            written.append(position)
+    plan = _ListPlan(runs, written, [weakref.ref(spec, forget) for spec in specs])
+    _planned[key] = plan
+    return plan
 
 
 def _plan(specs: Sequence[ShardSpec]) -> list[PieceRun]:
@@ -278,18 +293,19 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(args[-1]) is Tensor and args[-1].ndim == 1:  # A number for each entry.
         func, args = func.overloadpacket.ScalarList, (*args[:-1], args[-1].tolist())
     first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
-    runs = find_runs(args)
+    plan = _find_plan(args)
+    runs = None if plan is None else plan.runs
     if _has_data(func, args, runs):
         return one_by_one(func, args, kwargs)
-    if runs is None:
+    if plan is None:
         lists = [_local_list(func, arg, first) for arg in args]
         if any(items is None for items in lists):
             return one_by_one(func, args, kwargs)
         result = func(*lists, **kwargs)
         written = [item for item in first if type(item) is ShardedTensor]
     else:
-        result = func(*(join(arg, runs) for arg in args), **kwargs)
-        written = [first[run.positions[0]] for run in runs]
+        result = func(*(join(arg, plan.runs) for arg in args), **kwargs)
+        written = [first[position] for position in plan.written]
     if torch_tensors.is_mutable_op(func):
         note_write(*written, pieces=first)
         note_update(func, first)
