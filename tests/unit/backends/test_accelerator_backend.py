@@ -49,7 +49,8 @@ def mesh_on(device: str, *, has_own_memory: bool = True) -> typing.Any:
 
 
 def found_on(*devices: str) -> list[typing.Any]:
-    params = [Stub(device=torch.device(device), requires_grad=True) for device in devices]
+    facts = {"requires_grad": True, "dtype": torch.float32}
+    params = [Stub(device=torch.device(device), **facts) for device in devices]
     return [ParamEntry(f"layer.{i}", param, []) for i, param in enumerate(params)]  # type: ignore[arg-type]
 
 
