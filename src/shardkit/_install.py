@@ -66,8 +66,9 @@ class Installed:
     def replace(self, owner: object, name: str, value: object) -> None:
         """Replace a name of a module or class, and remember the former value."""
         former = getattr(owner, name)
-        if isinstance(inspect.getattr_static(owner, name, None), staticmethod):
-            former, value = staticmethod(former), staticmethod(value)  # type: ignore[arg-type]
+        static = inspect.getattr_static(owner, name, None)
+        if isinstance(static, staticmethod):
+            former, value = static, staticmethod(value)  # type: ignore[arg-type]
         self.at_undo(functools.partial(setattr, owner, name, former))
         setattr(owner, name, value)
 
