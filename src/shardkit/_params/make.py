@@ -13,6 +13,7 @@ from shardkit._params.flat_store import BucketPlan, FlatStore
 from shardkit._params.packing import packing_of, stored_dtype
 from shardkit._params.subclass_store import PackedStore, SubclassStore, subclass_of
 from shardkit._params.traced_store import TracedStore
+from shardkit._settings import CPUOffloadPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,16 +30,25 @@ def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
     It is for parameters whose pieces were replaced, and for copies.
 
     Raises:
-        StateError: Their dtypes or devices differ, or they are on another device than the mesh.
+        StateError: Their dtypes or devices differ, or the group keeps its shards elsewhere.
     """
     first, home = entries[0].param, bucket.plan.home_device.type
     for entry in entries:
         dtype, device = entry.param.dtype, entry.param.device
-        if dtype != first.dtype or device != first.device or device.type not in (home, "meta"):
+        if device.type not in (home, "meta"):
+            is_offloaded = isinstance(bucket.plan.offload, CPUOffloadPolicy)
+            where = "the host, by its offload policy" if is_offloaded else home
+            msg = (
+                f"parameter {entry.name!r} is now on {device}, but its group keeps its shards on "
+                f"{where}. Move the model to {home!r}: model.to({home!r}), or "
+                f"model.to_empty(device={home!r}) if it was on meta."
+            )
+            raise StateError(msg)
+        if dtype != first.dtype or device != first.device:
             msg = (
                 f"parameter {entry.name!r} is now {dtype} on {device}, but it shares a buffer with "
                 f"{entries[0].name!r}, {first.dtype} on {first.device}. Convert all parameters of "
-                f"the group alike, and stay on the device type {home!r}."
+                f"the group alike."
             )
             raise StateError(msg)
     plan, layout = bucket.plan, bucket.store.layout
