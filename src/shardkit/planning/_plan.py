@@ -342,7 +342,13 @@ def _verdict(plan: RunPlan) -> list[str]:
     if margin is None or budget is None:
         return []
     if margin >= 0:
-        return ["", f"It fits into {shown_nbytes(budget)}: {shown_nbytes(margin)} are left."]
+        lines = ["", f"It fits into {shown_nbytes(budget)}: {shown_nbytes(margin)} are left."]
+        if plan.reserved_nbytes is not None and plan.reserved_nbytes > budget:
+            lines.append(
+                f"The allocator would reserve {shown_nbytes(plan.reserved_nbytes)}. When the "
+                f"device is full, it gives back what is unused, which takes time in a step."
+            )
+        return lines
     lines = ["", f"It does NOT fit into {shown_nbytes(budget)}: {shown_nbytes(-margin)} too much."]
     for each in plan.advice:
         word = "fits" if each.fits else "does not fit"

@@ -97,6 +97,16 @@ def test_what_a_budget_leaves_and_what_helps() -> None:
     assert planned(budget=peak - 1, offload_policy=None, strategy=None).advice == found.advice
 
 
+def test_what_the_allocator_reserves_is_said() -> None:
+    assert planned(device="cpu").reserved_nbytes is None
+    found = planned(budget=2**40)
+    assert found.reserved_nbytes is not None
+    assert found.peak_nbytes < found.reserved_nbytes < 2 * found.peak_nbytes
+    assert "reserved by the allocator: " in str(found)
+    assert "gives back what is unused" not in str(found)
+    assert "gives back what is unused" in str(planned(budget=found.peak_nbytes))
+
+
 def test_more_of_anything_is_never_less_memory() -> None:
     base = planned().peak_nbytes
     assert plan(Mlp(WIDTH, 5), ROWS, mesh=4, policy=BLOCKS).peak_nbytes > base
