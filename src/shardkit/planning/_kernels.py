@@ -137,7 +137,7 @@ def has_gaps(matrices: Tensor) -> bool:
 
 _NUM_PROCESSORS, _THREADS_OF_PROCESSOR = 132, 2048
 """Of the H100 and the H200."""
-_REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "linalg_vector_norm", "any", "all"})
+_REDUCTIONS = frozenset({"sum", "mean", "linalg_vector_norm"})
 _ATTENTION = "_scaled_dot_product_"
 
 
@@ -175,7 +175,7 @@ def _scratch_of_reduction(tensor: Tensor, dims: Any) -> int:
     This follows `setReduceConfig` of ATen/native/cuda/Reduce.cuh (torch 2.9 to 2.13). It is little
     memory unless the fastest dimension is kept: then each thread of a block has its own.
     """
-    if dims is None or isinstance(dims, bool):
+    if dims is None or isinstance(dims, bool) or not tensor.dim():
         return 0
     listed = [dims] if isinstance(dims, int) else dims
     reduced = {dim % tensor.dim() for dim in listed} or {*range(tensor.dim())}

@@ -129,6 +129,10 @@ def _like(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ("sum", (_like(4096, 2048), [1]), []),
         ("sum", (_like(4096, 2048),), []),
         ("sum", (_like(64, 2048), [0]), []),
+        ("sum", (_like(), [0]), []),
+        ("sum", (_like(0, 2048), [0]), []),
+        ("sum", (_like(4096, 0), [0]), []),
+        ("mean", (_like(8192, 2000), (), False), []),
         ("mm", (_like(1).expand(4096, 61), _like(61, 1024)), [999_424]),
         ("mm", (_like(4096, 61).t(), _like(4096, 1024)), []),
         (
