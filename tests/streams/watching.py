@@ -427,6 +427,8 @@ class Watch(TorchDispatchMode):
         blocks = [block for block in used.values() if block is not None]
         if blocks and all(block.kind == HOST for block in blocks):
             simulation.checker.run(simulation.checker.host, func._schema.name, blocks, blocks)
+            if not simulation.has_host_engine:  # The device's engine keeps the order of issue.
+                simulation.run_all()
             return func(*args, **kwargs)
         group = dist.ProcessGroup.unbox(given["process_group"])
         reads = [v for k, v in given.items() if "input" in k]
