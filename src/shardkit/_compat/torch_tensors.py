@@ -17,6 +17,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _python_dispatch
 
+from shardkit._compat import torch_modules
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -46,6 +48,7 @@ def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> 
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
+@torch_modules.untraced  # Torch 2.11 cannot compile the question.
 def in_dispatch() -> bool:
     """Whether a `__torch_dispatch__` runs, or torch looks for the one to call.
 
