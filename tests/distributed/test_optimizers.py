@@ -106,6 +106,13 @@ LOOPS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
 FUSED_TOLERANCE = 1e-6
 
 
+def give_gradients(plain: Parameters, sharded: nn.Module, generator: torch.Generator) -> None:
+    """Give whole and sharded parameters the same gradients."""
+    slopes = plain.draw_slopes(generator)
+    for model in (plain, sharded):
+        model(slopes).backward()
+
+
 def take_steps(
     mesh_shape: tuple[int, ...],
     extra: dict[str, typing.Any],
@@ -118,9 +125,7 @@ def take_steps(
     generator = torch.Generator()
     differences = Differences()
     for _ in range(STEPS):
-        slopes = plain.draw_slopes(generator)
-        for model in (plain, sharded):
-            model(slopes).backward()
+        give_gradients(plain, sharded, generator)
         differences.note_grads(sharded, plain)
         step_all(optimizers)
     differences.note_parameters(sharded, plain)
@@ -174,9 +179,7 @@ def test_an_optimizer_that_finds_its_state_by_address_is_exact() -> None:
     generator = torch.Generator()
     differences = Differences()
     for _ in range(STEPS):
-        slopes = plain.draw_slopes(generator)
-        for model in (plain, sharded):
-            model(slopes).backward()
+        give_gradients(plain, sharded, generator)
         step_all(optimizers)
     differences.note_parameters(sharded, plain)
     assert_within([differences], parameter=0.0)

@@ -10,6 +10,8 @@ import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardkit._layout import align_up
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -61,7 +63,7 @@ class _CachingAllocator:
 
     def allocate(self, nbytes: int) -> _Block:
         """Return the smallest free block that is large enough, or a part of a new segment."""
-        nbytes = max(_ROUNDING, _rounded(nbytes, _ROUNDING))
+        nbytes = max(_ROUNDING, align_up(nbytes, _ROUNDING))
         is_small = nbytes <= _SMALL
         free = self._free[is_small]
         place = bisect.bisect_left(free, nbytes, key=lambda each: each[0])
@@ -107,7 +109,7 @@ class _CachingAllocator:
         if is_small:
             size = 2 * _MIB
         else:
-            size = 20 * _MIB if nbytes < _MEDIUM else _rounded(nbytes, 2 * _MIB)
+            size = 20 * _MIB if nbytes < _MEDIUM else align_up(nbytes, 2 * _MIB)
         self.reserved += size
         return _Block(self._address(size), size, is_small)
 
@@ -117,14 +119,10 @@ class _CachingAllocator:
             if room >= nbytes:
                 self._gaps[place] = (begin + nbytes, room - nbytes)
                 return begin
-        chunk = _rounded(nbytes, _CHUNK)
+        chunk = align_up(nbytes, _CHUNK)
         self._bottom -= chunk
         self._gaps.insert(0, (self._bottom + nbytes, chunk - nbytes))
         return self._bottom
-
-
-def _rounded(nbytes: int, to: int) -> int:
-    return -(-nbytes // to) * to
 
 
 def reserved_nbytes(memories: Iterable[HeldMemory]) -> int:

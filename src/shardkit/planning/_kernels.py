@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 from shardkit._compat.torch_tensors import flop_formula
+from shardkit._layout import align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -211,8 +212,8 @@ def _scratch_of_flash(query: Tensor) -> int:
     cuDNN, which computes the same on an H100, takes 256 bytes more.
     """
     *heads, rows, wide = query.shape
-    wide = _rounded(wide, 32 if wide <= 128 else 64)  # noqa: PLR2004
-    return 4 * math.prod(heads) * _rounded(rows, 128) * (wide + 1) + 256
+    wide = align_up(wide, 32 if wide <= 128 else 64)  # noqa: PLR2004
+    return 4 * math.prod(heads) * align_up(rows, 128) * (wide + 1) + 256
 
 
 def _scratch_of_efficient(query: Tensor, key: Tensor) -> tuple[int, ...]:
@@ -221,14 +222,10 @@ def _scratch_of_efficient(query: Tensor, key: Tensor) -> tuple[int, ...]:
     The product is that of output and gradient.
     """
     *heads, rows, wide = query.shape
-    num = _rounded(rows, 64) * wide + 64
+    num = align_up(rows, 64) * wide + 64
     if query.element_size() < 4 and wide > 64:  # noqa: PLR2004
-        num += 2 * _rounded(key.shape[-2], 64) * wide
+        num += 2 * align_up(key.shape[-2], 64) * wide
     return 4 * query.numel(), 4 * math.prod(heads) * num
-
-
-def _rounded(size: int, to: int) -> int:
-    return -(-size // to) * to
 
 
 # --- operations ---
