@@ -1,4 +1,4 @@
-"""One of two ranks over NCCL on one card: python nccl_ranks.py (works | mlp 2 | random 0,8 | ...).
+"""One of two ranks over NCCL on one card: python nccl_ranks.py (works | random 0,8 | mlp 2 | ...).
 
 NCCL refuses two ranks on one card of one host. It goes by what NCCL_HOSTID says of the host, so
 with two names the ranks talk over the network, as those of two hosts do. That is slow, and right.
@@ -6,11 +6,14 @@ with two names the ranks talk over the network, as those of two hosts do. That i
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 import typing
 
 import torch
 import torch.distributed as dist
+from test_captures_on_gpu import OPTIONS, TOLERANCES, train_captured
 from test_mixed_precision_on_gpu import ROUNDING, ROUNDINGS, train_bf16
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +33,8 @@ from random_trainings import worst_differences
 from reference import assert_within
 
 DONE = "numbers are right"
+LATE_STEP = 12
+ASK_AFTER_S = float(os.environ.get("SHARDKIT_ASK_AFTER_S", "2"))
 
 
 def reach_each_other() -> None:
@@ -76,6 +81,17 @@ def train_at_random(first: int, last: int) -> None:
     assert max(found.values()) < one_card.FP64_TOLERANCE, found
 
 
+def train_by_replays(name: str, num_parts: int, *mesh_shape: int) -> None:
+    """Train by replays of a step beside steps as they are; rank 1 is late for one of them."""
+
+    def be_late(index: int) -> None:
+        if dist.get_rank() == 1 and index == LATE_STEP:
+            time.sleep(2 * ASK_AFTER_S)
+
+    worst = train_captured(OPTIONS[name], num_parts, mesh_shape or None, be_late)
+    assert worst <= TOLERANCES[name], worst
+
+
 _MODES = {"bf16": train_in_bf16, "meshes": train_on_several_meshes}
 
 
@@ -83,11 +99,15 @@ def main() -> None:
     """Run what the command line names."""
     one_card.choose_card()
     torch.set_float32_matmul_precision("highest")
-    dist.init_process_group("nccl")
+    # What is captured needs an engine for the host, too.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if sys.argv[1] == "captured" else "nccl")
     if sys.argv[1] == "works":
         reach_each_other()
     elif sys.argv[1] == "random":
         train_at_random(*map(int, sys.argv[2].split(",")))
+    elif sys.argv[1] == "captured":
+        name, *sizes = sys.argv[2].split(",")
+        train_by_replays(name, *map(int, sizes))
     elif sys.argv[2] in _MODES:
         _MODES[sys.argv[2]](sys.argv[1])
     else:

@@ -20,7 +20,7 @@ from shardkit import MixedPrecisionPolicy, StateError, fully_shard
 from shardkit._compat.torch_groups import init_fake_process_group
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -56,9 +56,27 @@ def make_step(case: Case, model: nn.Module, *, num_parts: int) -> Callable[..., 
     return step
 
 
-def train_captured(options: dict[str, typing.Any], num_parts: int) -> float:
+OPTIONS: dict[str, dict[str, typing.Any]] = {
+    "zero3": {"reshard_after_forward": True},
+    "zero2": {"reshard_after_forward": False},
+    "bf16": {"reshard_after_forward": True, "mp_policy": BF16},
+}
+# Libraries may choose other kernels in a capture, by the workspace there.
+TOLERANCES = {
+    name: 2.0**-6 if "mp_policy" in options else one_card.LOSS_TOLERANCE * NUM_STEPS
+    for name, options in OPTIONS.items()
+}
+
+
+def train_captured(
+    options: dict[str, typing.Any],
+    num_parts: int,
+    mesh_shape: Sequence[int] | None = None,
+    before_step: Callable[[int], object] = lambda _: None,
+) -> float:
     """Train two copies, one by replays; return how far their losses and norms are apart."""
-    ranks, case = CardRanks(), CASES["gpt"]
+    torch.manual_seed(0)
+    ranks, case = CardRanks(mesh_shape), CASES["gpt"]
     plain = ranks.make(case)
     models = [ranks.shard(case, copy.deepcopy(plain), **options) for _ in range(2)]
     for model in models:
@@ -68,6 +86,7 @@ def train_captured(options: dict[str, typing.Any], num_parts: int) -> float:
     worst = 0.0
     for index in range(NUM_STEPS):
         batch = ranks.batch(case, index % 5)
+        before_step(index)
         wanted, found = eager(*batch), step(*batch)
         worst = max(worst, ((found - wanted).abs() / wanted.abs()).max().item())
         if index in (2, 10):  # Memory that stays before the capture, and between replays.
@@ -79,22 +98,10 @@ def train_captured(options: dict[str, typing.Any], num_parts: int) -> float:
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reshard_after_forward": True},
-        {"reshard_after_forward": False},
-        {"reshard_after_forward": True, "mp_policy": BF16},
-    ],
-    ids=["zero3", "zero2", "bf16"],
-)
-def test_replays_train_as_steps_do(
-    on_card: Spawn, options: dict[str, typing.Any], num_parts: int
-) -> None:
-    # Libraries may choose other kernels in a capture, by the workspace there.
-    tolerance = 2.0**-6 if "mp_policy" in options else one_card.LOSS_TOLERANCE * NUM_STEPS
-    (worst,) = on_card(train_captured, 1, options, num_parts)
-    assert worst <= tolerance
+@pytest.mark.parametrize("name", OPTIONS)
+def test_replays_train_as_steps_do(on_card: Spawn, name: str, num_parts: int) -> None:
+    (worst,) = on_card(train_captured, 1, OPTIONS[name], num_parts)
+    assert worst <= TOLERANCES[name]
 
 
 def capture_in_torchs_own_graph() -> str:

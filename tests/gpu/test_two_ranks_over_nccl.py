@@ -59,6 +59,10 @@ def pair_works() -> None:
         ("gpt", "bf16"),
         ("gpt", "meshes"),
         ("random", "0,24"),
+        ("captured", "zero3,1"),
+        ("captured", "zero3,3"),
+        ("captured", "zero2,3,1,2"),
+        ("captured", "bf16,1,2,1"),
     ],
     ids=" ".join,
 )
@@ -66,6 +70,7 @@ def test_two_ranks_train_as_one(arguments: tuple[str, ...]) -> None:
     for ended in start_pair(nccl_ranks.__file__, *arguments):
         assert ended.code == 0, ended.output
         assert nccl_ranks.DONE in ended.output
+        assert "CUDA error" not in ended.output, ended.output
 
 
 SAID = {

@@ -12,6 +12,7 @@ from torch import nn
 from trainings import Training
 
 import shardkit
+from shardkit.backends.watch.watchdog import current_watchdog
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +86,7 @@ class Pair:
         for index in range(3 + num_replays):
             self.take(index)
         assert self.step.is_captured
+        assert current_watchdog().has_captured
         return self.training
 
 

@@ -77,12 +77,17 @@ def root_mesh(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
-def nccl_flight_record() -> str | None:
-    """Return torch's record of unfinished NCCL collectives, in JSON; None: there is no record."""
+def nccl_flight_record(*, with_entries: bool) -> str | None:
+    """Return torch's record of NCCL collectives, in JSON; None: there is no record.
+
+    Args:
+        with_entries: Whether to list those that are not done. For each one that was captured in a
+            graph, torch then prints an error, since its event cannot be queried.
+    """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None:  # Torch was built without NCCL.
         return None
-    found: bytes = dump(includeCollectives=True, onlyActive=True)
+    found: bytes = dump(includeCollectives=with_entries, onlyActive=True)
     return found.decode()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING
 
-from shardkit.backends.watch.watchdog import channel_of
+from shardkit.backends.watch.watchdog import channel_of, current_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,6 +42,7 @@ class StreamGraph:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Capture compute instead of running it."""
+        current_watchdog().has_captured = True
         cause: BaseException | None = None
         try:
             with self._device.capturing(self._graph, self._stream):

@@ -156,10 +156,19 @@ def instruction_of(frame: FrameType | None) -> tuple[int, int] | None:
 # users.
 
 
-def flight_record() -> list[str]:
-    """Return the lines of this process; none if NCCL is not in use."""
-    record = torch_groups.nccl_flight_record()
-    return [] if record is None else describe_record(json.loads(record))
+def flight_record(*, has_captured: bool) -> list[str]:
+    """Return the lines of this process; none if NCCL is not in use.
+
+    Args:
+        has_captured: Whether collectives were captured in a graph: torch cannot tell whether they
+            are done.
+    """
+    record = torch_groups.nccl_flight_record(with_entries=not has_captured)
+    lines = [] if record is None else describe_record(json.loads(record))
+    return [f"{line} {_CAPTURED}" for line in lines] if has_captured else lines
+
+
+_CAPTURED = "Those that a graph has captured count as issued, and never as done."
 
 
 def describe_record(record: dict[str, Any]) -> list[str]:

@@ -315,6 +315,7 @@ class Watchdog:
         self._begun: collections.deque[Lines] = collections.deque(maxlen=_NUM_BEGUN)
         self.error: str | None = None  # The last exception that left a forward or ends the process.
         self.has_raised = False  # Whether an exception ends the process.
+        self.has_captured = False  # Whether collectives were captured in a graph.
         self.num_counted_in = 0  # Number of agreements with other ranks; each took two requests.
         self._alarmed_step = -1
         # Requests on one connection wait for each other; a thread that waits long has its own.
@@ -751,7 +752,7 @@ class Watchdog:
             call if wait is None else None,
             self.final_text,
             stack=stack,
-            engine=flight_record() if details else [],
+            engine=flight_record(has_captured=self.has_captured) if details else [],
             begun=[lines_in_words(lines) for lines in list(self._begun)] if details else [],
         )
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from shardkit.backends.watch.status import describe_record
+import json
+import typing
+
+from shardkit._compat import torch_groups
+from shardkit.backends.watch.status import describe_record, flight_record
+
+if typing.TYPE_CHECKING:
+    import pytest
 
 
 def entry(number: int, name: str, state: str, group: str = "0") -> dict[str, object]:
@@ -44,3 +51,20 @@ def test_communicators_have_a_line_each_and_those_that_were_never_used_count_zer
 
 def test_an_empty_record_says_nothing() -> None:
     assert describe_record({}) == []
+
+
+def test_entries_are_left_out_where_a_graph_has_captured_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    def dump(*, with_entries: bool) -> str:
+        asked.append(with_entries)
+        return json.dumps({"pg_status": {"0": STATUS}})
+
+    monkeypatch.setattr(torch_groups, "nccl_flight_record", dump)
+    (plain,), (captured,) = (flight_record(has_captured=each) for each in (False, True))
+    assert asked == [True, False]
+    assert (
+        captured == f"{plain} Those that a graph has captured count as issued, and never as done."
+    )
