@@ -142,6 +142,34 @@ def python_calls(run: Callable[[], object]) -> int:
     return number
 
 
+def python_instructions(run: Callable[[], object]) -> int:
+    """Return how many instructions of shardkit's functions this thread carries out in `run`.
+
+    Unlike calls these also grow with the length of what a loop goes through.
+    """
+    number = 0
+
+    def note(frame: types.FrameType, event: str, arg: object) -> typing.Any:
+        del arg
+        nonlocal number
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS) or name == _UNSTEADY:
+            return None
+        frame.f_trace_opcodes = True
+        number += event == "opcode"
+        return note
+
+    gc.collect()
+    gc.disable()
+    sys.settrace(note)
+    try:
+        run()
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    return number
+
+
 class Operators(TorchDispatchMode):
     """Counts collectives, copies and allocations of tensors; a list operator is one copy."""
 

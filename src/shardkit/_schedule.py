@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ScheduleOptions:
-    """Choices of users, by group number; they may change between passes."""
+    """Choices of users, by group number.
+
+    They may change between passes: then a set is replaced by another one, and never written.
+    """
 
     # Groups that are not resharded after forward.
     no_reshard_after_forward: set[int] = field(default_factory=set)
@@ -60,7 +64,7 @@ class ForwardOrder:
         self._root = root
         self._position = 0
 
-    def enter(self, group: int) -> Sequence[int]:
+    def enter(self, group: int) -> Iterable[int]:
         """Note a group that is entered; return the groups that followed it in the last pass."""
         if self._order[-1:] != [group]:  # Ranks may use different modules of a list.
             self._order.append(group)
@@ -70,7 +74,7 @@ class ForwardOrder:
         if position >= len(order):
             return ()
         self._position = position + 1
-        return order[position + 1 :]
+        return (order[index] for index in range(position + 1, len(order)))
 
     def end_pass(self) -> None:
         """End the pass."""
@@ -242,6 +246,17 @@ MAX_PASSES = 1024
 _numbers = itertools.count(1)  # One count per process: a forward may outlive its root.
 
 
+@dataclass(slots=True)
+class _Pass:
+    """Groups of one pass, in the order in which their forwards ended, and how often each is there.
+
+    Searches in the list would take longer with each group of a model.
+    """
+
+    groups: list[int] = field(default_factory=list)
+    counts: dict[int, int] = field(default_factory=dict)
+
+
 class PendingBackwards:
     """The groups that await a backward, by pass, in the order in which their forwards ended.
 
@@ -259,8 +274,8 @@ class PendingBackwards:
     def __init__(self) -> None:
         self.number = 0
         self._is_open = False
-        self._last: list[int] = []
-        self._passes: dict[int, list[int]] = {}
+        self._last = _Pass()
+        self._passes: dict[int, _Pass] = {}
         self._reached: set[int] = set()
         self._inside: list[tuple[int, int]] = []
 
@@ -268,13 +283,13 @@ class PendingBackwards:
         """Begin a new pass; if parameters have changed, drop all earlier passes."""
         if has_changed:
             self._passes.clear()
-        elif not self._last:
+        elif not self._last.groups:
             self._passes.pop(self.number, None)
         if len(self._passes) >= MAX_PASSES:
             del self._passes[next(iter(self._passes))]
         self.number = next(_numbers)
         self._is_open = True
-        self._last = self._passes[self.number] = []
+        self._last = self._passes[self.number] = _Pass()
 
     def end_pass(self) -> None:
         """Note that the root's forward has ended."""
@@ -282,7 +297,8 @@ class PendingBackwards:
 
     def add(self, group: int) -> None:
         """Note that a forward of the group has ended that may have a backward."""
-        self._last.append(group)
+        self._last.groups.append(group)
+        self._last.counts[group] = self._last.counts.get(group, 0) + 1
 
     def reach(self, group: int, in_pass: int | None) -> None:
         """Note that backward has reached a forward of the group; None: its pass is not known."""
@@ -296,7 +312,7 @@ class PendingBackwards:
         number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
             self._forget(number, group)
-            if (number, group) in self._inside:
+            if (number, group) in self._inside:  # It holds only what backward is inside of.
                 self._inside.remove((number, group))
 
     def end_backward(self) -> None:
@@ -312,7 +328,7 @@ class PendingBackwards:
     def clear(self) -> None:
         """Drop all passes."""
         self._is_open = False
-        self._last = []
+        self._last = _Pass()
         self._passes.clear()
         self._reached.clear()
         self._inside.clear()
@@ -320,23 +336,23 @@ class PendingBackwards:
     @property
     def groups(self) -> set[int]:
         """Groups of which any forward may still have a backward."""
-        return {group for groups in self._passes.values() for group in groups}
+        return {group for each in self._passes.values() for group in each.counts}
 
     @property
     def expects_last(self) -> bool:
         """Whether any forward of the pass that began last may have a backward."""
-        return bool(self._last)
+        return bool(self._last.groups)
 
     def awaits(self, group: int, in_pass: int | None = None) -> bool:
         """Whether any forward of the group, or one in a pass, may still have a backward."""
         if in_pass is not None:
-            return group in self._passes.get(in_pass, ())
-        return any(group in groups for groups in self._passes.values())
+            return in_pass in self._passes and group in self._passes[in_pass].counts
+        return any(group in each.counts for each in self._passes.values())
 
     def awaits_another(self, group: int) -> bool:
         """Whether a forward of the group that backward has not reached may have a backward."""
         num_inside = sum(inside == group for _, inside in self._inside)
-        return sum(groups.count(group) for groups in self._passes.values()) > num_inside
+        return sum(each.counts.get(group, 0) for each in self._passes.values()) > num_inside
 
     def before(self, group: int, in_pass: int | None) -> Iterator[int]:
         """Yield the groups whose forwards ended before the group's last one, nearest first.
@@ -348,7 +364,7 @@ class PendingBackwards:
         for number in reversed(self._passes):
             if in_pass is not None and number > in_pass:
                 continue
-            for other in reversed(self._passes[number]):
+            for other in reversed(self._passes[number].groups):
                 if found:
                     yield other
                 elif other == group:
@@ -358,14 +374,21 @@ class PendingBackwards:
 
     def _number_of(self, group: int) -> int | None:
         """Return the number of the last pass that has the group."""
-        on = (number for number in reversed(self._passes) if group in self._passes[number])
-        return next(on, None)
+        numbers = reversed(self._passes)
+        return next((n for n in numbers if group in self._passes[n].counts), None)
 
     def _forget(self, number: int, group: int) -> None:
         """Remove the last forward of a group from a pass."""
-        groups = self._passes.get(number, [])
-        if group in groups:
-            del groups[len(groups) - 1 - groups[::-1].index(group)]
+        of = self._passes.get(number)
+        if of is None or group not in of.counts:
+            return
+        index = len(of.groups) - 1
+        while of.groups[index] != group:  # It is near the end.
+            index -= 1
+        del of.groups[index]
+        of.counts[group] -= 1
+        if not of.counts[group]:
+            del of.counts[group]
 
 
 # --- the order of reductions ----------------------------------------------------------------------
@@ -384,7 +407,8 @@ class ReduceOrder:
     def __init__(self) -> None:
         self._entered: dict[int, None] = {}
         self._ended: dict[int, None] = {}
-        self._waiting: list[int] = []
+        self._queue: deque[int] = deque()  # Groups that wait, in the order of their reduction.
+        self._waiting: set[int] = set()  # The same groups.
         self._reached: dict[int, None] = {}
         self._complete: set[int] = set()
         self._issued: set[int] = set()
@@ -410,7 +434,8 @@ class ReduceOrder:
 
     def begin_backward(self) -> None:
         """Fix the order at the start of a backward."""
-        self._waiting = list(reversed(self._entered))
+        self._queue = deque(reversed(self._entered))
+        self._waiting = set(self._queue)
         self._reached.clear()
         self._complete.clear()
         self._issued.clear()
@@ -431,16 +456,16 @@ class ReduceOrder:
             return [group]
         self._complete.add(group)
         ready = []
-        while self._waiting and self._waiting[0] in self._complete:
-            ready.append(self._waiting.pop(0))
+        while self._queue and self._queue[0] in self._complete:
+            ready.append(self._queue.popleft())
+        self._waiting.difference_update(ready)
         self._issued.update(ready)
         return ready
 
     def end_backward(self) -> list[int]:
         """Return the groups that are left when the engine is done, in order."""
-        rest = [*self._waiting, *self._reached]
-        self._waiting = []
-        self._reached.clear()
+        rest = [*self._queue, *self._reached]
+        self.cancel()
         self._ended, self._entered = self._entered, {}
         return rest
 
@@ -451,7 +476,8 @@ class ReduceOrder:
 
     def cancel(self) -> None:
         """Cancel reductions: no gradient came in this backward (``autograd.grad``)."""
-        self._waiting = []
+        self._queue.clear()
+        self._waiting.clear()
         self._reached.clear()
 
     def reset(self) -> None:
@@ -516,6 +542,11 @@ class UnshardSchedule:
         self._is_idle = is_idle
         self.states = _States()
         self._live: dict[int, GroupState] = {}
+        self._ahead: set[int] = set()  # Live groups that are prefetched and not used so far.
+        # Live groups that are freed when nothing claims them; the others rest or are kept by
+        # choice. `_kept` is the choice by which these were selected.
+        self._passing: dict[int, GroupState] = {}
+        self._kept: set[int] = self.options.no_reshard_after_forward
         self._order = ForwardOrder()
         self._pending = PendingBackwards()
         self._hold = False
@@ -549,9 +580,24 @@ class UnshardSchedule:
         """Return the groups that the last pass of a root entered; none if it made none."""
         return self._order.last(root)
 
+    def has_memory(self, group: int) -> bool:
+        """Whether a group has unsharded memory."""
+        return group in self._live
+
     def _spare(self) -> list[GroupState]:
-        kept = self.options.no_reshard_after_forward
-        return [s for s in self._live.values() if not s.is_claimed and s.number not in kept]
+        if self._kept is not self.options.no_reshard_after_forward:
+            self._kept = self.options.no_reshard_after_forward
+            self._passing = {
+                number: state
+                for number, state in self._live.items()
+                if number not in self._kept and not state.rests_after_backward
+            }
+        return [s for s in self._passing.values() if not (s.in_use or s.awaits_other_modules)]
+
+    def _rest(self, group: int) -> None:
+        """Let a group keep its memory after backward, by choice."""
+        self._live[group].rests_after_backward = True
+        self._passing.pop(group, None)
 
     # --- forward ---
 
@@ -705,7 +751,7 @@ class UnshardSchedule:
         if not is_last and self._pending.awaits(group):
             return self._trim_spare()
         if group in self.options.no_reshard_after_backward:
-            state.rests_after_backward = True
+            self._rest(group)
             return []
         return self._free_all([state])
 
@@ -723,7 +769,7 @@ class UnshardSchedule:
         if self._hold:
             return []
         for group in self.options.no_reshard_after_backward.intersection(self._live):
-            self._live[group].rests_after_backward = True
+            self._rest(group)
         return self._free_all([s for s in self._live.values() if not s.is_claimed])
 
     def hold(self, *, on: bool) -> None:
@@ -738,6 +784,7 @@ class UnshardSchedule:
         actions = [] if group in self._live else self._gather(state)
         if state.memory is Memory.PREFETCHED:
             state.memory = Memory.LIVE
+            self._ahead.discard(group)
         state.is_user_held = True
         state.is_lent |= until_reshard
         return actions
@@ -771,27 +818,46 @@ class UnshardSchedule:
         if self._is_idle:
             return []
         actions = [] if state.number in self._live else self._gather(state)
+        if state.rests_after_backward and state.number not in self._kept:
+            self._passing[state.number] = state
         state.use()
+        self._ahead.discard(state.number)
         actions.append((Op.WAIT, state.number))
         return actions
 
     def _gather(self, state: GroupState, *, ahead: bool = False) -> list[Action]:
         state.gather(ahead=ahead)
         self._live[state.number] = state
+        if ahead:
+            self._ahead.add(state.number)
+        if state.number not in self._kept:
+            self._passing[state.number] = state
         return [(Op.PREFETCH if ahead else Op.GATHER, state.number)]
 
     def _prefetch(self, following: Iterable[int]) -> list[Action]:
         """Gather the next group if there is room, or a batch of small groups."""
-        is_ahead = any(state.memory is Memory.PREFETCHED for state in self._live.values())
-        may_batch = self.batch_nbytes > 0 and not is_ahead
-        # Take no more candidates than needed: this runs for each group, forward and backward.
-        candidates = self._nearest(following, _MAX_BATCH if may_batch else 1)
-        batch = self._batch(candidates) if may_batch else []
-        chosen = batch or [group for group in candidates[:1] if group not in self._live]
-        if not chosen:
+        may_batch = self.batch_nbytes > 0 and not self._ahead
+        first: int | None = None
+        batch: list[int] = []
+        nbytes = 0
+        for group in following:  # Look no farther than needed: this runs for each group.
+            first = group if first is None else first
+            if not may_batch or group in self._live:
+                break
+            if group in batch:
+                continue
+            nbytes += self._nbytes[group]
+            if nbytes >= self.batch_nbytes:
+                break
+            batch.append(group)
+            if len(batch) == _MAX_BATCH:
+                break
+        if batch:
+            return self._trim_spare(room=1) + self._prefetch_all(batch)
+        if first is None or first in self._live:
             return []
         actions = self._trim_spare(room=1)
-        return actions + self._prefetch_all(chosen if batch or not self._spare() else ())
+        return actions + self._prefetch_all(() if self._spare() else (first,))
 
     def _prefetch_all(self, groups: Sequence[int]) -> list[Action]:
         """Gather these groups, whatever their size."""
@@ -800,17 +866,6 @@ class UnshardSchedule:
             if group not in self._live:
                 actions += self._gather(self.states[group], ahead=True)
         return actions
-
-    def _batch(self, candidates: Sequence[int]) -> list[int]:
-        """Return the first candidates that are small enough to travel together, maybe none."""
-        batch: list[int] = []
-        nbytes = 0
-        for group in candidates:
-            nbytes += self._nbytes[group]
-            if nbytes >= self.batch_nbytes or group in self._live:
-                break
-            batch.append(group)
-        return batch
 
     def _trim_spare(self, room: int = 0) -> list[Action]:
         """Free used spare groups, oldest first, until `room` more fit; prefetched groups stay."""
@@ -828,6 +883,8 @@ class UnshardSchedule:
         for state in states:
             state.free()
             del self._live[state.number]
+            self._ahead.discard(state.number)
+            self._passing.pop(state.number, None)
             actions.append((Op.FREE, state.number))
         return actions
 
@@ -836,12 +893,3 @@ class UnshardSchedule:
         before = self._pending.before(group, in_pass)
         unneeded = self.options.no_unshard_in_backward
         return (other for other in before if other not in unneeded) if unneeded else before
-
-    def _nearest(self, groups: Iterable[int], longest: int) -> list[int]:
-        """Return the first `longest` different groups."""
-        few: dict[int, None] = {}
-        for group in groups:
-            few[group] = None
-            if len(few) == longest:
-                break
-        return list(few)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import typing
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from reference import make_mesh
 from shardkit import FSDPModule, fully_shard
 from shardkit._compat import torch_tensors
 from shardkit._module.hooks import groups_in
-from step_counts import Counts, check, counts_of
+from shardkit.backends import shared_memory
+from step_counts import Counts, check, counts_of, python_instructions
 
 if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
     from workers import Spawn
 
 
@@ -40,8 +44,10 @@ class Block(nn.Module):
         return x + y
 
 
-def counted(num_layers: int, width: int, options: dict[str, typing.Any]) -> Counts:
-    """Return what a fifth step takes."""
+def warm_steps(
+    num_layers: int, width: int, options: dict[str, typing.Any]
+) -> tuple[nn.Module, dict[str, Callable[[], object]]]:
+    """Return a model that has taken four steps, and the parts of the next one."""
     mesh = make_mesh((torch.distributed.get_world_size(),))
     model = nn.Sequential(nn.Linear(width, width), *[Block(width) for _ in range(num_layers)])
     for module in (*model[1:], model):
@@ -59,6 +65,12 @@ def counted(num_layers: int, width: int, options: dict[str, typing.Any]) -> Coun
     for _ in range(4):
         for run in steps.values():
             run()
+    return model, steps
+
+
+def counted(num_layers: int, width: int, options: dict[str, typing.Any]) -> Counts:
+    """Return what a fifth step takes."""
+    model, steps = warm_steps(num_layers, width, options)
     sizes = {
         "groups": len([*groups_in(model, recurse=True)]),
         "parameters": len([*model.parameters()]),
@@ -74,6 +86,9 @@ CASES: dict[str, tuple[int, int, int, dict[str, typing.Any]]] = {
 }
 
 
+MORE_AMONG_MANY = 1.05
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_steady_step_takes_what_it_took(spawn: Spawn, case: str) -> None:
     num_ranks, num_layers, width, options = CASES[case]
@@ -84,3 +99,22 @@ def test_a_steady_step_takes_what_it_took(spawn: Spawn, case: str) -> None:
     for found in by_rank:
         assert most - found[key] in (0, 4)
         check(case, {**found, key: most})
+
+
+def instructions_of_a_group(num_layers: int, options: dict[str, typing.Any]) -> dict[str, float]:
+    """Return how many instructions a fifth step takes for each group."""
+    model, steps = warm_steps(num_layers, 8, options)
+    num_groups = len([*groups_in(model, recurse=True)])
+    with mock.patch.object(shared_memory.Shared, "is_there", return_value=True):
+        return {name: python_instructions(run) / num_groups for name, run in steps.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 1}],
+    ids=["zero3", "zero2", "kept parts"],
+)
+def test_a_group_takes_no_more_among_many(spawn: Spawn, options: dict[str, typing.Any]) -> None:
+    few, many = (spawn(instructions_of_a_group, 2, n, options)[0] for n in (24, 96))
+    for name, of_few in few.items():
+        assert many[name] <= MORE_AMONG_MANY * of_few, (name, of_few, many[name])

@@ -159,13 +159,13 @@ MUTATIONS = (
         "_params.memory",
         "slots wait for compute to pass",
         "overlapping_backwards",
-        new="slot.is_passed = True",
+        new="is_passed = True",
     ),
     Mutation(
         "_params.memory",
         "slots that a collective may use are not freed",
         "overlapping_backwards",
-        new="self._free.clear()",
+        new="self._passed.clear(); self._waiting.clear()",
     ),
     Mutation(
         "_params.memory",

@@ -165,8 +165,8 @@ class Training:
     def complain_of_slots(self) -> None:
         """Complain about memory that is kept between steps, where the optimizer wants it."""
         slots = self.model._shardkit_state.runtime.slots
-        if slots._free:
-            self.complaints.append(f"{len(slots._free)} slots stay between steps")
+        if slots.free:
+            self.complaints.append(f"{len(slots.free)} slots stay between steps")
 
     def complain_of_syncs(self, *, allowed: int = 0) -> None:
         """Complain about waits of the host after the third step."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,13 +74,11 @@ class Slot:
             is used.
         nbytes: Size of the memory in bytes.
         free_after: Fence after which the memory may be written.
-        is_passed: Whether the compute stream has passed the fence.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
     free_after: Event | None
-    is_passed: bool = True
 
 
 class Buffer:
@@ -145,7 +144,9 @@ class SlotPool:
 
     def __init__(self, streams: CommStreams) -> None:
         self._streams = streams
-        self._free: list[Slot] = []
+        # Free slots by size, the oldest first; those that compute has not passed are apart.
+        self._passed: defaultdict[int, deque[Slot]] = defaultdict(deque)
+        self._waiting: list[Slot] = []
         self.keeps_memory = torch_tensors.HAS_STORAGE_SWAP
 
     def acquire(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
@@ -171,8 +172,8 @@ class SlotPool:
             return
         torch_tensors.swap_storage(storage, slot.storage)
         slot.free_after = fence  # order: whoever writes a slot waits for its last use
-        slot.is_passed = by_compute or fence is None  # order: slots wait for compute to pass
-        self._free.append(slot)
+        is_passed = by_compute or fence is None  # order: slots wait for compute to pass
+        (self._passed[slot.nbytes] if is_passed else self._waiting).append(slot)
 
     def fence(self) -> Event | None:
         """Return a mark of all compute issued so far, for memory that is no slot."""
@@ -180,9 +181,15 @@ class SlotPool:
 
     def passed(self, fence: Event | None) -> None:
         """Note that the compute stream has waited for a fence."""
-        for slot in self._free:
-            if slot.free_after is fence:
-                slot.is_passed = True
+        waiting, self._waiting = self._waiting, []
+        for slot in waiting:
+            passes = slot.free_after is fence
+            (self._passed[slot.nbytes] if passes else self._waiting).append(slot)
+
+    @property
+    def free(self) -> list[Slot]:
+        """Slots that no buffer has."""
+        return [*(slot for slots in self._passed.values() for slot in slots), *self._waiting]
 
     def trim(self) -> None:
         """Give free slots back to the allocator.
@@ -191,11 +198,10 @@ class SlotPool:
         compute stream, which has not waited for the collective.
         """
         if _events.observer is not None:
-            for slot in self._free:
-                if slot.is_passed:
-                    _events.observer.tell("free", "buffer", nbytes=slot.nbytes)
-        # order: slots that a collective may use are not freed
-        self._free = [slot for slot in self._free if not slot.is_passed]
+            for nbytes, slots in self._passed.items():
+                for _ in slots:
+                    _events.observer.tell("free", "buffer", nbytes=nbytes)
+        self._passed.clear()  # order: slots that a collective may use are not freed
 
     def drop(self) -> None:
         """Give all free slots back, after compute has waited for all streams.
@@ -203,32 +209,32 @@ class SlotPool:
         The memory of a slot belongs to the graph in which it was allocated, or to none. Code inside
         a graph cannot wait for fences from outside, and vice versa.
         """
-        self._free.clear()
+        self._passed.clear()
+        self._waiting.clear()
 
     def _take(self, nbytes: int) -> Slot:
         """Return a free slot that fits without much waste, or a new one.
 
-        Of the slots that fit, it returns the smallest that the compute stream has passed. It
-        returns a slot that a collective may still use only if there is another such slot: the older
-        of two is probably done, but a wait for the last one would serialize compute and
-        communication.
+        Of the slots that fit, it returns the oldest of the smallest that the compute stream has
+        passed: the gather waits for its last use. It returns a slot that a collective may still use
+        only if there is another such slot: the older of two is probably done, but a wait for the
+        last one would serialize compute and communication.
         """
-        best, oldest, num_fitting = None, None, 0
-        for slot in self._free:
-            if nbytes <= slot.nbytes <= nbytes * _LARGEST_WASTE:
-                num_fitting += 1
-                oldest = oldest or slot
-                if slot.is_passed and (best is None or slot.nbytes < best.nbytes):
-                    best = slot
-        if best is None and num_fitting > 1:
-            best = oldest
-        if best is None:
-            if _events.observer is not None:
-                _events.observer.tell("allocate", "buffer", nbytes=nbytes)
-            # order: whoever writes new memory waits for its allocation
-            return Slot(self._streams.new_storage(nbytes), nbytes, self._streams.fence())
-        self._free.remove(best)
-        return best
+        sizes = range(nbytes, nbytes * _LARGEST_WASTE + 1)
+        if fitting := [size for size in self._passed if size in sizes]:
+            slots = self._passed[min(fitting)]
+            slot = slots.popleft()
+            if not slots:
+                del self._passed[slot.nbytes]
+            return slot
+        waiting = [slot for slot in self._waiting if slot.nbytes in sizes]
+        if len(waiting) > 1:
+            self._waiting.remove(waiting[0])
+            return waiting[0]
+        if _events.observer is not None:
+            _events.observer.tell("allocate", "buffer", nbytes=nbytes)
+        # order: whoever writes new memory waits for its allocation
+        return Slot(self._streams.new_storage(nbytes), nbytes, self._streams.fence())
 
 
 # --- freed parameters -----------------------------------------------------------------------------

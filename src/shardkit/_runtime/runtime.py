@@ -376,9 +376,8 @@ class Runtime:
 
         With kept memory each rank may run any number of forwards.
         """
-        live = self.schedule.live
         last = self.schedule.last_order(id(root))
-        return any(self.groups[i].needs_memory and i not in live for i in last)
+        return any(self.groups[i].needs_memory and not self.schedule.has_memory(i) for i in last)
 
     def _take_up_changes(self) -> bool:
         """Refresh groups whose parameters were replaced; return whether a shard was written."""
@@ -403,7 +402,7 @@ class Runtime:
         self.pass_root = None
         for group in self.groups:
             if is_functional:
-                group.end_functional_call(is_live=group.index in self.schedule.live)
+                group.end_functional_call(is_live=self.schedule.has_memory(group.index))
             elif self.schedule.in_forward(group.index):  # The root has caught its exception.
                 group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
@@ -585,7 +584,7 @@ class Runtime:
 
     def wait_unshard(self, group: ParamGroup) -> None:
         """Finish `unshard` and show the unsharded parameters."""
-        if group.index in self.schedule.live:
+        if self.schedule.has_memory(group.index):
             self.gathers.wait(group)
             group.show(unsharded=True)
             if self.pass_root is None and not self.backward.is_running:

@@ -81,6 +81,6 @@ def test_memory_of_the_other_kind_is_not_used_again() -> None:
     with torch.no_grad():
         recorded.run()  # Forward gives its slots back; only a backward trims them.
     slots = recorded.model._shardkit_state.runtime.slots  # noqa: SLF001
-    assert slots._free  # noqa: SLF001
+    assert slots.free
     recorded.model.set_allocate_memory_from_process_group_for_comm(True)
-    assert not slots._free  # noqa: SLF001
+    assert not slots.free
