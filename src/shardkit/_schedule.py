@@ -52,7 +52,8 @@ class ForwardOrder:
     """
 
     def __init__(self) -> None:
-        self._last_orders: dict[Hashable, list[int]] = {}
+        # With each order, the last position of each group in it.
+        self._last_orders: dict[Hashable, tuple[list[int], dict[int, int]]] = {}
         self._whole_orders: dict[Hashable, list[int]] = {}
         self._order: list[int] = []
         self._root: Hashable = None
@@ -68,17 +69,19 @@ class ForwardOrder:
         """Note a group that is entered; return the groups that followed it in the last pass."""
         if self._order[-1:] != [group]:  # Ranks may use different modules of a list.
             self._order.append(group)
-        order, position = self._last_orders.get(self._root, []), self._position
-        while position < len(order) and order[position] != group:
-            position += 1
-        if position >= len(order):
+        order, last_positions = self._last_orders.get(self._root, ([], {}))
+        position = self._position
+        if last_positions.get(group, -1) < position:
             return ()
+        while order[position] != group:
+            position += 1
         self._position = position + 1
         return (order[index] for index in range(position + 1, len(order)))
 
     def end_pass(self) -> None:
         """End the pass."""
-        self._last_orders[self._root] = self._whole_orders[self._root] = self._order
+        order = self._whole_orders[self._root] = self._order
+        self._last_orders[self._root] = order, {group: i for i, group in enumerate(order)}
 
     def last(self, root: Hashable) -> Sequence[int]:
         """Return the order of the last pass of a root that came to its end; `clear` keeps it.
@@ -732,7 +735,9 @@ class UnshardSchedule:
         state = self.states[group]
         state.leave_backward()
         is_late = self.options.prefetch_in_backward is BackwardPrefetch.POST and not self._is_idle
-        before = [*self._before(group, in_pass)] if is_late else []
+        before: list[int] = []
+        if is_late:
+            before += itertools.islice(self._before(group, in_pass), _MAX_BATCH)
         self._pending.remove(group, in_pass)
         if self._is_idle:
             return []
