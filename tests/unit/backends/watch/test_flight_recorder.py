@@ -56,15 +56,13 @@ def test_an_empty_record_says_nothing() -> None:
 def test_entries_are_left_out_where_a_graph_has_captured_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[bool] = []
-
     def dump(*, with_entries: bool) -> str:
-        asked.append(with_entries)
-        return json.dumps({"pg_status": {"0": STATUS}})
+        entries = [entry(1, "nccl:all_reduce", "started")] if with_entries else []
+        return json.dumps({"pg_status": {"0": STATUS}, "entries": entries})
 
     monkeypatch.setattr(torch_groups, "nccl_flight_record", dump)
     (plain,), (captured,) = (flight_record(has_captured=each) for each in (False, True))
-    assert asked == [True, False]
-    assert (
-        captured == f"{plain} Those that a graph has captured count as issued, and never as done."
+    assert plain.endswith("10 done; the oldest that is not done is all_reduce (started).")
+    assert captured.endswith(
+        "10 done. Those that a graph has captured count as issued, and never as done."
     )
