@@ -442,9 +442,10 @@ class CapturedStep(Generic[P, R]):
         for runtime in self._runtimes:
             runtime.tidy_up()
             runtime.streams.note_step()
-        self._frozen.check()
-        self._updates.check()
-        self._gradients.check()
+        with torch_tensors.plain_torch_functions():  # Attributes of subclasses are read faster.
+            self._frozen.check()
+            self._updates.check()
+            self._gradients.check()
 
     def _call(self) -> Any:
         assert self._inputs is not None
