@@ -209,7 +209,7 @@ class Noted(nn.Linear):
         self.notes = state["notes"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_what_dcp_takes_apart_or_leaves_out_is_there(
     tmp_path: pathlib.Path, *, by_torch: bool
