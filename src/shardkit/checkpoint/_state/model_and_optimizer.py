@@ -360,6 +360,9 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return the state of one or several optimizers, by parameter names.
 
+    An optimizer that was never stepped has no state, so ``dcp.load`` finds nothing to fill. Use
+    `load`, or torch's function of this name, which steps the optimizer with zero gradients.
+
     Args:
         model: Module that holds all of their parameters.
         optimizers: One optimizer or several.
