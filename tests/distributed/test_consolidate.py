@@ -35,6 +35,7 @@ from shardkit.checkpoint import (
     get_optimizer_state_dict,
     load_full,
     save,
+    set_optimizer_state_dict,
 )
 from shardkit.checkpoint._consolidate import Verification, describe, verify
 
@@ -70,6 +71,9 @@ def assert_same(actual: typing.Any, expected: typing.Any) -> None:
         assert actual.keys() == expected.keys()
         for key, value in expected.items():
             assert_same(actual[key], value)
+    elif isinstance(expected, list):
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
     elif isinstance(expected, Tensor):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
@@ -191,6 +195,43 @@ def save_tensor_parallel(folder: str) -> StateDict:
     plain, model = parallel_models.make("gpt", (2, 2))
     save(pathlib.Path(folder) / "tp", model)
     return dict(plain.state_dict())
+
+
+class Noted(nn.Linear):
+    """A layer with state of its own."""
+
+    notes: typing.Any = None
+
+    def get_extra_state(self) -> typing.Any:
+        return {"notes": self.notes}
+
+    def set_extra_state(self, state: typing.Any) -> None:
+        self.notes = state["notes"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_what_dcp_takes_apart_or_leaves_out_is_there(
+    tmp_path: pathlib.Path, *, by_torch: bool
+) -> None:
+    """State of a module in dicts and lists; and that of SGD, which has none of its parameters."""
+    model = nn.Sequential(Noted(2, 3))
+    model[0].notes = notes = [1, {"two": torch.arange(2), "three": 0.5}]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if by_torch:
+        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    else:
+        save(tmp_path / "x", model, optimizer)
+    both = torch.load(consolidate(tmp_path / "x", tmp_path / "both.pt", optimizer=True))
+    alone = torch.load(consolidate(tmp_path / "x", tmp_path / "model.pt"))
+    for loaded in (both["model"], alone):
+        model[0].notes = None
+        model.load_state_dict(loaded)
+        assert_same(model[0].notes, notes)
+    optimizer.param_groups[0]["lr"] = 1
+    set_optimizer_state_dict(model, optimizer, both["optim"])
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_tensor_parallel_checkpoints(spawn: Spawn, tmp_path: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from whole_files import assert_holds, draw, without_ties, write
 
 import parallel_models
+from checkpoints import assert_same
 from models import CASES
 from reference import full, make_mesh, my_batch, shard
 from shardkit import fully_shard
@@ -187,7 +188,7 @@ class Odd(nn.Module):
 def test_what_is_not_sharded(tmp_path: pathlib.Path) -> None:
     folder = str(tmp_path)
     plain = Odd()
-    plain.notes = [1, "two"]
+    plain.notes = notes = [1, "two", {"three": torch.arange(3), "halves": torch.ones(4)[::2]}]
     state = plain.state_dict()
     extra = state.pop("_extra_state")
     path = write(draw(state) | {"_extra_state": extra}, "nested.pt", folder)
@@ -197,7 +198,7 @@ def test_what_is_not_sharded(tmp_path: pathlib.Path) -> None:
             fully_shard(model, make_mesh((2,)), ignored_params={model.plain})
         names = load_full(path, model)
         assert names == ([], [], ["computed"] if device == "meta" else [])
-        assert model.notes == [1, "two"]
+        assert_same(model.notes, notes)
         whole = {name: v for name, v in model.state_dict().items() if name != "_extra_state"}
         assert {name: full(v).tolist() for name, v in whole.items()} == {
             name: v.tolist() for name, v in draw(state).items()
@@ -205,7 +206,7 @@ def test_what_is_not_sharded(tmp_path: pathlib.Path) -> None:
         assert isinstance(model.plain, nn.Parameter)
     saved = save_full(pathlib.Path(folder) / "saved.pt", model)
     dist.barrier()
-    assert torch.load(saved)["_extra_state"] == {"notes": [1, "two"]}
+    assert_same(torch.load(saved)["_extra_state"], {"notes": notes})
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (3,)), ("conv", (2, 2))], ids=str)

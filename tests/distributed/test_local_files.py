@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import checkpoints
 import parallel_models
 from models import CASES
 from recording import recording_mesh
 from reference import OPTIMIZERS, full, full_parameters, make_mesh, my_batch, shard, train
-from shardkit import fully_shard
+from shardkit import ShardedTensor, fully_shard
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import (
     StateDictOptions,
@@ -166,6 +167,32 @@ def test_state_by_numbers(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     assert all(torch.equal(torch.as_tensor(found[n]), torch.as_tensor(whole[n])) for n in whole)
     assert "has the keys 1 and '1', which have one name in a local file" in refused[0]
     assert "has the key (0, 1), a tuple, which cannot be saved" in refused[1]
+
+
+def nested_state(folder: str) -> typing.Any:
+    """Save and load state in dicts and lists; return the first parameter's whole state."""
+    model, _ = trained("mlp", (2,))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    params = list(model.parameters())
+    for param in params:
+        piece = torch.full_like(param, 0.5)
+        slots = [{0: 2 * piece, "count": 3}, torch.ones(2), {}, (3 * piece, None)]
+        optimizers[0].state[param] = {"momentum": {0.9: piece, 0: 4 * piece}, "slots": slots}
+    torch.save(local_state_dict(model, optimizers[0]), rank_file(folder))
+    loaded = torch.load(rank_file(folder), weights_only=True)
+    assert all(is_plain(value) for value in loaded["optimizer"].values())
+    load_local_state_dict(model, loaded, optimizers[1])
+    states = [checkpoints.whole([each.state[param] for param in params]) for each in optimizers]
+    checkpoints.assert_same(states[1], states[0])
+    assert isinstance(optimizers[1].state[params[0]]["slots"][3][0], ShardedTensor)
+    return states[0][0]
+
+
+def test_nested_state_is_saved_in_pieces(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    expected = spawn(nested_state, 2, str(tmp_path))[0]
+    path = consolidate(tmp_path / "run", tmp_path / "both.pt", optimizer=True)
+    states = torch.load(path, weights_only=True)["optim"]["state"]
+    checkpoints.assert_same(next(iter(states.values())), expected)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -487,6 +487,30 @@ def test_whole_state_may_be_loaded() -> None:
     assert_within([differences], grad=0.0, parameter=0.0)
 
 
+@pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+@on_ranks(2)
+def test_state_of_a_model_that_is_sharded_otherwise_may_be_loaded(form: dict[str, bool]) -> None:
+    """Its tensors are cut otherwise than the parameters, and each step writes to them."""
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5))
+    layers, root = copy.deepcopy(plain), copy.deepcopy(plain)
+    for layer in layers:
+        fully_shard(layer, make_mesh((2,)))
+    fully_shard(root, make_mesh((2,)))
+    models = (plain, layers, root)
+    by = [torch.optim.AdamW(each.parameters(), amsgrad=True, **form) for each in models]
+    differences = Differences()
+    for step in range(STEPS):
+        if step == 1:
+            root.load_state_dict(layers.state_dict())
+            by[2].load_state_dict(copy.deepcopy(by[1].state_dict()))
+        for model in models:
+            model(torch.ones(1, 3)).sin().sum().backward()
+        step_all(by)
+        for model in (layers, root) if step else (layers,):
+            differences.note_parameters(model, plain)
+    assert_within([differences], parameter=FUSED_TOLERANCE)
+
+
 # --- closures -------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,11 @@ def consolidate(  # noqa: PLR0913 - the checkpoint, and the file to write
             format=format,
             max_shard_size=max_shard_size,
             tied=tied,
-            arrange=lambda tensors: put_together({**tensors, **others}),
+            arrange=(
+                None
+                if max_shard_size is not None
+                else lambda tensors: put_together({**tensors, **others})
+            ),
         ) as writer,
     ):
         meter.expect(sum(infos[name].nbytes for name in kept))
@@ -205,15 +209,17 @@ def _plan(
 ) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
     """Return the key in the checkpoint for each name in the file, and what makes its content."""
     root = model_root(checkpoint, source, model_key)
-    inside = {key: path for key, path in checkpoint.paths.items() if path[: len(root)] == root}
+    paths = checkpoint.paths.items()
+    # Below a name there are further keys where DCP has taken extra state apart.
+    inside = {key: path[len(root) :] for key, path in paths if path[: len(root)] == root}
     if not optimizer:
-        names = {join_keys(path[len(root) :]): key for key, path in inside.items()}
-        return names, lambda flat: flat
+        names = {join_keys(path): key for key, path in inside.items()}
+        return names, lambda flat: nested({inside[names[name]]: v for name, v in flat.items()})
     optim = next(
         (
             (*root[:-1], name)
             for name in _OPTIMIZERS
-            if root and any(p[: len(root)] == (*root[:-1], name) for p in checkpoint.paths.values())
+            if root and any(path[: len(root)] == (*root[:-1], name) for _, path in paths)
         ),
         None,
     )
@@ -221,14 +227,19 @@ def _plan(
         msg = f"{source} has no optimizer's state beside the model. Leave out the optimizer."
         raise CheckpointError(msg)
     places: dict[str, Keys] = {}
-    for key, path in checkpoint.paths.items():
+    for key, path in paths:
         if key in inside:
-            places[key] = ("model", join_keys(path[len(root) :]))
+            places[key] = ("model", *inside[key])
         elif path[: len(optim)] == optim:
             places[key] = ("optim", *path[len(optim) :])
-    return {key: key for key in places}, lambda entries: nested(
-        {places[key]: value for key, value in entries.items()}
-    )
+
+    def put_together(entries: dict[str, Any]) -> Any:
+        content: Any = nested({places[key]: value for key, value in entries.items()})
+        if "param_groups" in content["optim"]:  # State that is empty has no entry.
+            content["optim"] = {"state": {}, **content["optim"]}
+        return content
+
+    return {key: key for key in places}, put_together
 
 
 def model_root(checkpoint: Source, source: object, model_key: str | None = None) -> Keys:

@@ -10,6 +10,9 @@ join them to whole tensors again (`_consolidate`). The content of such a file::
                         "model":     {name: {"shape", "dtype", "range", "cut"}},
                         "optimizer": {parameter: {state: the same, or None: no tensor}}}
 
+A state that is a dict or list of sharded tensors has several such entries. Their names have several
+keys, and `keys_of_state` says which places they have in the metadata.
+
 ``range`` is [start, stop) of the flattened whole tensor. ``cut`` describes how the ranges of all
 ranks are computed (`FlatLayout.cut`). Both are None for a whole tensor. ``save`` is a random number
 that is the same in all files of one save.
@@ -24,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
+from shardkit._params.state_dicts import holds_sharded
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import first_of_all
 from shardkit.checkpoint._agreement import agreed, axes_of
-from shardkit.checkpoint._files.disk import dtype_name, reading, saved_key
+from shardkit.checkpoint._files.disk import dtype_name, nested, reading, saved_key
 from shardkit.checkpoint._files.local import (
     FORMAT,
     METADATA,
@@ -36,7 +40,9 @@ from shardkit.checkpoint._files.local import (
     VERSION,
     info_of,
     is_piece,
+    keys_of_state,
     metadata_of,
+    name_of_state,
 )
 from shardkit.checkpoint._state.model_and_optimizer import (
     named_state,
@@ -98,18 +104,18 @@ def local_state_dict(
     result = {MODEL: {name: _local(value) for name, value in state.items()}}
     if optimizer is not None:
         named = named_state(model, optimizer)
-        _check_keys(named["state"])
+        by_place = {name: _by_place(name, entries) for name, entries in named["state"].items()}
         result[OPTIMIZER] = {
-            f"{name}.{key}": _local(value)
-            for name, entries in named["state"].items()
-            for key, value in entries.items()
+            name_of_state(name, place): _local(value)
+            for name, entries in by_place.items()
+            for place, value in entries.items()
         }
         metadata[OPTIMIZER] = {
             name: {
-                key: _describe(f"{name}.{key}", value) if isinstance(value, Tensor) else None
-                for key, value in entries.items()
+                place: _describe(f"{name}.{place}", value) if isinstance(value, Tensor) else None
+                for place, value in entries.items()
             }
-            for name, entries in named["state"].items()
+            for name, entries in by_place.items()
         }
         result["param_groups"] = named["param_groups"]
     return {**result, METADATA: metadata}
@@ -161,25 +167,42 @@ def _check_has_ranks(mesh: DeviceMesh) -> None:
         raise CheckpointError(msg)
 
 
-def _check_keys(state: dict[str, dict[Any, Any]]) -> None:
-    """Refuse keys that cannot be saved, and those that have one text."""
-    for name, entries in state.items():
-        by_text: dict[str, Any] = {}
-        for key in entries:
-            try:
-                saved_key(key)
-            except ValueError as error:
+def _by_place(name: str, state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a parameter's state by places, see `keys_of_state`; refuse keys that are no names."""
+    found: dict[Any, Any] = {}
+    by_text: dict[str, Any] = {}
+
+    def add(value: Any, *place: Any) -> None:
+        if isinstance(value, (list, tuple)) and holds_sharded(value):
+            for position, entry in enumerate(value):
+                add(entry, *place, (position,))
+        elif isinstance(value, dict) and (not place or holds_sharded(value)):
+            for key, entry in value.items():
+                _check_key(name, key)
+                add(entry, *place, key)
+        else:
+            own = place if len(place) > 1 else place[0]
+            found[own] = value
+            if (other := by_text.setdefault(name_of_state(name, own), own)) is not own:
                 msg = (
-                    f"the optimizer's state of {name!r} has the key {key!r}, a "
-                    f"{type(key).__name__}, which cannot be saved. Make it a string or a number."
-                )
-                raise CheckpointError(msg) from error
-            if (other := by_text.setdefault(str(key), key)) is not key:
-                msg = (
-                    f"the optimizer's state of {name!r} has the keys {other!r} and {key!r}, which "
+                    f"the optimizer's state of {name!r} has the keys {other!r} and {own!r}, which "
                     f"have one name in a local file. Rename one of them."
                 )
                 raise CheckpointError(msg)
+
+    add(state)
+    return found
+
+
+def _check_key(name: str, key: Any) -> None:
+    try:
+        saved_key(key)
+    except ValueError as error:
+        msg = (
+            f"the optimizer's state of {name!r} has the key {key!r}, a {type(key).__name__}, which "
+            f"cannot be saved. Make it a string or a number."
+        )
+        raise CheckpointError(msg) from error
 
 
 def _local(value: Any) -> Any:
@@ -325,11 +348,12 @@ def _compare(
 
 def _wrong_of_optimizer(saved: dict[str, Any], described: dict[str, Any]) -> Any:
     """Yield each value of an optimizer's state that does not match its description."""
-    for name, entries in described.items():
-        for key, of_entry in entries.items():
-            value = saved[f"{name}.{key}"]
+    for param, entries in described.items():
+        for place, of_entry in entries.items():
+            name = name_of_state(param, place)
+            value = saved[name]
             if isinstance(value, Tensor) if of_entry is None else not is_piece(value, of_entry):
-                yield f"not what is said of it: {f'{name}.{key}'!r}"
+                yield f"not what is said of it: {name!r}"
 
 
 def _copy(target: Tensor, value: Tensor) -> None:
@@ -343,25 +367,27 @@ def _optimizer_room(
     metadata: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the saved optimizer state as tensors of this model."""
-    described = metadata[OPTIMIZER]
     infos = {
-        name: {key: None if d is None else info_of(d) for key, d in entries.items()}
-        for name, entries in described.items()
+        name: {place: None if d is None else info_of(d) for place, d in entries.items()}
+        for name, entries in metadata[OPTIMIZER].items()
     }
     room = optimizer_template(model, optimizer, infos)
+    filled = {}
     for name, entries in room["state"].items():
-        for key, target in entries.items():
-            value = state[OPTIMIZER][f"{name}.{key}"]
+        for place, target in entries.items():
+            value = state[OPTIMIZER][name_of_state(name, place)]
             if isinstance(target, Tensor):
                 piece = target.to_local() if isinstance(target, ShardedTensor) else target
                 if piece.shape != value.shape:
                     msg = (
-                        f"{key!r} of {name!r} in the optimizer's state has shape "
+                        f"{place!r} of {name!r} in the optimizer's state has shape "
                         f"{tuple(value.shape)} on this rank, expected {tuple(piece.shape)}. Use "
                         f"the file of another save."
                     )
                     raise CheckpointError(msg)
                 _copy(target, value)
             else:
-                entries[key] = value
-    return {**room, "param_groups": state["param_groups"]}
+                entries[place] = value
+        if entries:
+            filled[name] = nested({keys_of_state(place): v for place, v in entries.items()})
+    return {"state": filled, "param_groups": state["param_groups"]}

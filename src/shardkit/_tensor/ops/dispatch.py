@@ -298,7 +298,11 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _has_data(func, args, runs):
         return one_by_one(func, args, kwargs)
     if plan is None:
-        lists = [_local_list(func, arg, first) for arg in args]
+        changed, _ = torch_tensors.written_arguments(func)
+        lists = [
+            _local_list(func, arg, first, is_written=position in changed)
+            for position, arg in enumerate(args)
+        ]
         if any(items is None for items in lists):
             return one_by_one(func, args, kwargs)
         result = func(*lists, **kwargs)
@@ -333,20 +337,25 @@ def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> b
     return any(type(tensor) is not ShardedTensor for tensor in iter_tensors(args, depth=0))
 
 
-def _local_list(func: Any, items: Any, first: Sequence[Any]) -> list[Any] | Any:
-    """Return the pieces of a list argument (None: it has none), and other arguments as they are."""
+def _local_list(
+    func: Any, items: Any, first: Sequence[Any], *, is_written: bool
+) -> list[Any] | Any:
+    """Return the pieces of a list argument (None: it has none), and other arguments as they are.
+
+    What is written is not gathered: its pieces must be those of the first list.
+    """
     if not isinstance(items, (list, tuple)) or not items or not isinstance(items[0], Tensor):
         return items
     pieces = []
     for each, reference in zip(items, first, strict=True):
-        piece = _local_entry(func, each, reference)
+        piece = _local_entry(func, each, reference, is_written=is_written)
         if piece is None:
             return None
         pieces.append(piece)
     return pieces
 
 
-def _local_entry(func: Any, item: Tensor, reference: Tensor) -> Tensor | None:
+def _local_entry(func: Any, item: Tensor, reference: Tensor, *, is_written: bool) -> Tensor | None:
     if type(reference) is not ShardedTensor:
         return gathered(func, item) if type(item) is ShardedTensor else item
     spec = reference.spec
@@ -354,7 +363,8 @@ def _local_entry(func: Any, item: Tensor, reference: Tensor) -> Tensor | None:
         return item.local_piece
     if item.ndim == 0 and type(item) is not ShardedTensor:
         return item
-    if torch.broadcast_shapes(item.shape, spec.shape) != spec.shape:
+    is_copied = is_written and type(item) is ShardedTensor
+    if is_copied or torch.broadcast_shapes(item.shape, spec.shape) != spec.shape:
         return None
     return slice_operand(gathered(func, item), spec)
 
@@ -364,7 +374,9 @@ def one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = len(next(arg for arg in args if isinstance(arg, (list, tuple))))
     results: list[Any] = []
     for index in range(count):
-        entry = tuple([arg[index]] if isinstance(arg, (list, tuple)) else arg for arg in args)
+        entry = tuple(
+            [arg[index]] if isinstance(arg, (list, tuple)) and arg else arg for arg in args
+        )
         result = whole(func, entry, kwargs)
         if isinstance(result, (list, tuple)):
             results += result

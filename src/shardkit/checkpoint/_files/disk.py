@@ -245,12 +245,12 @@ class Extent:
 class TensorWriter:
     """An open file to which tensors are written one after another, in parts; it closes the file."""
 
-    def __init__(self, fd: int, extents: Mapping[str, Extent]) -> None:
+    def __init__(self, fd: int, extents: Mapping[Any, Extent]) -> None:
         self._fd = fd
         self._extents = extents
         self.close = weakref.finalize(self, os.close, fd)
 
-    def append(self, name: str, flat: Tensor) -> None:
+    def append(self, name: str | int, flat: Tensor) -> None:
         """Write the next elements of a tensor: 1-D, contiguous, on the host."""
         extent, buffer = self._extents[name], bytes_of(flat)
         if extent.crc_places:

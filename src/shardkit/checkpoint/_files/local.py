@@ -59,9 +59,7 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
     entries = [*metadata[MODEL].items()]
     for name, states in metadata.get(OPTIMIZER, {}).items():
         names.append(name)
-        for key in states:
-            saved_key(key)
-        entries += [(f"{name}.{key}", described) for key, described in states.items()]
+        entries += [(name_of_state(name, place), described) for place, described in states.items()]
     if not all(isinstance(name, str) for name in names):
         msg = "a name is no string"
         raise TypeError(msg)
@@ -79,6 +77,30 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
         if not (fits and start <= stop <= math.prod(shape)) or described["cut"] == 0:
             msg = f"{name!r} is {described!r}"
             raise ValueError(msg)
+
+
+def keys_of_state(place: Any) -> Keys:
+    """Return the keys that lead to an entry of an optimizer's state, from its place in a file.
+
+    The place is a key, or a tuple of keys of nested dicts. The key of a list is ``(position,)``.
+
+    Raises:
+        ValueError: A key is no string, number, bool or None.
+    """
+    keys = place if isinstance(place, tuple) else (place,)
+    return tuple(_position(*key) if type(key) is tuple else saved_key(key) for key in keys)
+
+
+def _position(position: Any) -> int:
+    if type(position) is not int:
+        msg = f"{position!r} is no position in a list"
+        raise ValueError(msg)
+    return position
+
+
+def name_of_state(param: str, place: Any) -> str:
+    """Return the name of an entry of an optimizer's state in a file."""
+    return join_keys((param, *keys_of_state(place)))
 
 
 def info_of(described: Mapping[str, Any]) -> TensorInfo:
@@ -207,15 +229,16 @@ class LocalFiles(RankFiles):
     def _add_optimizer(self, files: Sequence[Path], found: list[dict[str, Any]]) -> None:
         opened = [TorchFile(file, OPTIMIZER) for file in files]
         for name, entries in found[0][OPTIMIZER].items():
-            for key, described in entries.items():
-                path, saved = ("optim", "state", name, saved_key(key)), f"{name}.{key}"
+            for place, described in entries.items():
+                path = ("optim", "state", name, *keys_of_state(place))
+                saved = name_of_state(name, place)
                 if described is None:
                     if saved not in opened[0].others:
                         msg = f"{opened[0].path} lacks {saved!r}, which it describes."
                         raise CheckpointError(msg)
                     self._add_other(path, opened[0].others[saved])
                 else:
-                    by_rank = [m[OPTIMIZER].get(name, {}).get(key) for m in found]
+                    by_rank = [m[OPTIMIZER].get(name, {}).get(place) for m in found]
                     self._add(path, opened, saved, by_rank)
         self._add_other(("optim", "param_groups"), opened[0].beside.get("param_groups"))
 

@@ -239,7 +239,10 @@ def torch_writer(
 ) -> TensorWriter:
     """Open a file to write tensor by tensor; `arrange` makes its content of empty tensors.
 
-    Cost: writes of a header's size. Takes address space for the tensors, but no memory.
+    Other tensors in this content are written at once.
+
+    Cost: writes of a header's size, and of these others. Takes address space for the tensors, but
+    no memory.
     """
     for name, info in infos.items():
         if info.dtype in _QUANTIZED:
@@ -251,13 +254,18 @@ def torch_writer(
     with torch.serialization.skip_data():
         torch.save(tree, path)
     # In pickle's order: each storage when pickle meets it for the first time.
-    storages = dict.fromkeys(_storage_address(tensor) for tensor in iter_tensors(tree, depth=0))
-    position = {address: i for i, address in enumerate(storages)}
-    entries = _storage_entries(path)
-    assert len(entries) == len(position)
-    places = {n: entries[position[_storage_address(empty)]] for n, empty in empties.items()}
+    found = iter_tensors(tree, depth=0)
+    storages = {_storage_address(tensor): tensor.untyped_storage() for tensor in found}
+    entries = dict(zip(storages, _storage_entries(path), strict=True))
+    places: dict[str | int, Extent] = {
+        name: entries.pop(_storage_address(empty)) for name, empty in empties.items()
+    }
     assert all(places[name].nbytes == info.nbytes for name, info in infos.items())
-    return TensorWriter(os.open(path, os.O_RDWR | os.O_CLOEXEC), places)
+    writer = TensorWriter(os.open(path, os.O_RDWR | os.O_CLOEXEC), places | entries)
+    for address in entries:
+        flat = torch.empty(0, dtype=torch.uint8, device=storages[address].device)
+        writer.append(address, flat.set_(storages[address]).cpu())
+    return writer
 
 
 def _storage_address(tensor: Tensor) -> int:

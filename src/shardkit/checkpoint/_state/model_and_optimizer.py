@@ -281,6 +281,15 @@ def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any])
     return {"state": found["state"], "param_groups": groups}
 
 
+def _with_parts(
+    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return a nested state with both parts: files drop an empty one, of SGD without momentum."""
+    if state and state.keys().isdisjoint(("state", "param_groups")):
+        return unflatten(model, optimizers, state)
+    return {"state": {}, "param_groups": [], **state}
+
+
 # --- get ------------------------------------------------------------------------------------------
 
 
@@ -350,6 +359,9 @@ def get_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """Return the state of one or several optimizers, by parameter names.
+
+    An optimizer that was never stepped has no state, so ``dcp.load`` finds nothing to fill. Use
+    `load`, or torch's function of this name, which steps the optimizer with zero gradients.
 
     Args:
         model: Module that holds all of their parameters.
@@ -517,8 +529,7 @@ def set_optimizer_state_dict(
     if options.broadcast_from_rank0:
         optim_state_dict = _received_optimizer(model, optimizers, lambda: given)
     else:
-        if "state" not in optim_state_dict:
-            optim_state_dict = unflatten(model, optimizers, optim_state_dict)
+        optim_state_dict = _with_parts(model, optimizers, optim_state_dict)
         saved = _infos(optim_state_dict["state"])
         state = dict(optim_state_dict["state"])
         for name, param in saved_parameters(model, optimizers, saved):
@@ -617,11 +628,9 @@ def _received_optimizer(
     """Return rank 0's state of optimizers, cut like their parameters."""
 
     def entries_of_rank0() -> dict[tuple[str, ...], Any]:
-        state = state_of_rank0()
-        has_parts = not state or "state" in state
-        nested: Mapping[str, Any] = state if has_parts else unflatten(model, optimizers, state)
-        entries: dict[tuple[str, ...], Any] = {("param_groups",): nested.get("param_groups", [])}
-        for name, values in nested.get("state", {}).items():
+        nested = _with_parts(model, optimizers, state_of_rank0())
+        entries: dict[tuple[str, ...], Any] = {("param_groups",): nested["param_groups"]}
+        for name, values in nested["state"].items():
             entries |= {(name, key): value for key, value in values.items()}
         return entries
 
