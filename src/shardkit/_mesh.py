@@ -36,7 +36,8 @@ class DeviceMesh:
     Attributes:
         device_type: Type of the devices: ``"cpu"``, ``"cuda"``, ...
         shape: Size of each axis.
-        ranks: Global ranks, row-major.
+        ranks: Global ranks, row-major. Along each axis they are in the order of the axis' process
+            groups, which number ranks from the lowest one, whatever order was given.
         mesh_dim_names: Names of the axes, or None.
         rank: Global rank of this process.
         backend: Backend that communicates along the axes (`shardkit.backends.Backend`).
@@ -55,7 +56,7 @@ class DeviceMesh:
     world_size: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check that shape, ranks and names fit together."""
+        """Check that shape, ranks and names fit together, and put ranks into order."""
         if math.prod(self.shape) != len(self.ranks):
             msg = (
                 f"a mesh of shape {self.shape} needs {math.prod(self.shape)} ranks, got "
@@ -69,6 +70,7 @@ class DeviceMesh:
                 f"{self.shape}, got {names}."
             )
             raise MeshError(msg)
+        object.__setattr__(self, "ranks", _in_group_order(self.shape, self.ranks))
         if self.backend is not None:
             _made[next(_numbers)] = self
 
@@ -203,3 +205,39 @@ class DeviceMesh:
     def describe_ranks(self) -> str:
         """Return the ranks as shortened text for an error message."""
         return f"[{listed(self.ranks, str)}]"
+
+
+def _in_group_order(shape: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks of a mesh in the order in which process groups number them.
+
+    Raises:
+        MeshError: No order of the coordinates is that of all groups. Along the first axis the
+            groups may differ, because replicas may have any order.
+    """
+    if all(a < b for a, b in itertools.pairwise(ranks)):
+        return ranks
+    for axis in reversed(range(len(shape))):
+        lines = _lines(shape, ranks, axis)
+        orders = [sorted(range(shape[axis]), key=line.__getitem__) for line in lines]
+        wrong = next((i for i, order in enumerate(orders) if order != orders[0]), None)
+        if wrong is not None and axis > 0:
+            msg = (
+                f"a mesh of shape {shape} lists ranks {[*lines[0]]} along axis {axis}, and at "
+                f"another place {[*lines[wrong]]}. Process groups number their ranks from the "
+                f"lowest one, so ranks at one coordinate would hold different pieces. List the "
+                f"ranks along each axis in ascending order."
+            )
+            raise MeshError(msg)
+        step, size = math.prod(shape[axis + 1 :]), shape[axis]
+        ranks = tuple(
+            ranks[at + (orders[0][at // step % size] - at // step % size) * step]
+            for at in range(len(ranks))
+        )
+    return ranks
+
+
+def _lines(shape: tuple[int, ...], ranks: tuple[int, ...], axis: int) -> list[tuple[int, ...]]:
+    """Return the ranks that differ along one axis only, for each place on the other axes."""
+    step, size = math.prod(shape[axis + 1 :]), shape[axis]
+    starts = [at for at in range(len(ranks)) if at // step % size == 0]
+    return [ranks[start : start + size * step : step] for start in starts]

@@ -195,6 +195,15 @@ def test_parameters_that_some_ranks_use(spawn: Spawn) -> None:
         assert "not have been used in the graph: 'layers.2.weight'" in message
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_the_module_says_by_what_to_divide(num_ranks: int) -> None:
+    model: typing.Any = fully_shard(nn.Linear(4, 2))
+    model.set_gradient_divide_factor(8)
+    (grad,) = torch.autograd.grad(model(torch.ones(1, 4)).sum(), [model.weight])
+    assert torch.equal(grad.full_tensor(), torch.full((2, 4), num_ranks / 8))
+
+
 def inside_and_outside() -> float:
     model = fully_shard(nn.Linear(4, 2))
     loss = model(torch.ones(1, 4)).sum() + 3 * model.weight.sum()

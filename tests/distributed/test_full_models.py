@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from whole_files import assert_holds, draw, without_ties, write
 
 import parallel_models
@@ -102,6 +103,19 @@ def test_there_and_back(
     folder = str(tmp_path)
     with small_buffers():
         check_there_and_back(name, mesh_shape, kind, folder)
+
+
+@pytest.mark.parametrize("ranks", [[1, 0], [[1], [0]]], ids=str)
+@on_ranks(2)
+def test_ranks_of_a_mesh_in_any_order(tmp_path: pathlib.Path, ranks: typing.Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    fully_shard(module, TorchDeviceMesh("cpu", ranks))
+    path = save_full(tmp_path / "model.pt", module)
+    dist.barrier()
+    saved = torch.load(path)
+    assert all(torch.equal(saved[name], value) for name, value in state.items())
 
 
 @on_ranks(4)

@@ -139,6 +139,8 @@ def train_after_unshard(names: list[str], how: str) -> Differences:
     fully_shard([model.layers[0], model.layers[2]], mesh)
     fully_shard(model.layers[1], mesh)
     fully_shard(model, mesh)
+    model.layers[1].set_modules_to_forward_prefetch([model.layers[2]])
+    model.layers[2].set_modules_to_backward_prefetch([model.layers[1]])
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
     found = [model.get_submodule(name).unshard(async_op=how != "at once") for name in names]
     handles = [handle for handle in found if handle is not None]

@@ -71,7 +71,7 @@ def test_coordinates_are_row_major(rank: int) -> None:
 
 
 def test_the_place_of_a_rank_and_its_number_are_two_things() -> None:
-    mesh = plain((2, 2), ranks=(7, 3, 5, 1), rank=5)
+    mesh = plain((2, 2), ranks=(1, 3, 5, 7), rank=5)
     assert mesh.get_coordinate() == [1, 0]
     assert mesh.get_rank() == 5
 
@@ -170,6 +170,30 @@ def test_the_ranks_as_a_tensor() -> None:
 
 
 # --- what a mesh is -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "ranks"),
+    [
+        ((3,), (2, 0, 1), (0, 1, 2)),
+        ((2, 2), (3, 2, 1, 0), (0, 1, 2, 3)),
+        ((2, 2), (1, 3, 0, 2), (0, 2, 1, 3)),  # Each axis ascends.
+        ((2, 2), (0, 3, 1, 2), (0, 3, 1, 2)),  # Replicas may have any order.
+        ((2, 2), (2, 1, 3, 0), (0, 3, 1, 2)),
+        ((2, 1, 2), (1, 2, 0, 3), (0, 3, 1, 2)),
+    ],
+)
+def test_ranks_have_the_order_of_process_groups(
+    shape: tuple[int, ...], given: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
+    assert plain(shape, given).ranks == ranks
+
+
+def test_ranks_of_which_each_group_has_another_order_are_refused() -> None:
+    with pytest.raises(
+        MeshError, match=r"ranks \[3, 1\] along axis 1, and at another place \[0, 2"
+    ):
+        plain((2, 2), (3, 1, 0, 2))
 
 
 def test_meshes_are_equal_by_what_they_arrange() -> None:

@@ -17,7 +17,7 @@ import torch
 from shardkit import _events
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_tensors
 from shardkit._errors import NonFiniteGradientError, StateError
-from shardkit._params.bucket import settled
+from shardkit._params.bucket import bucket_showing, settled
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._runtime.group import refuse_summoned
 from shardkit._settings import watch_settings
@@ -532,7 +532,10 @@ def _pair(tensor: Any) -> tuple[Any, Any]:
 def _combined(
     found: Sequence[tuple[Any, Any]], results: Sequence[tuple[Any, Any]], *, allow_unused: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return for each input the average over uses of the whole, plus the gradient of other uses."""
+    """Return for each input the average over uses of the whole, plus the gradient of other uses.
+
+    The average is divided by the module's own factor, if it has one.
+    """
     used = _used_anywhere(found, results)
     grads: list[Tensor | None] = []
     for index, ((tensor, unsharded), (own, whole)) in enumerate(zip(found, results, strict=True)):
@@ -540,7 +543,7 @@ def _combined(
         if used[index]:
             zeros = functools.partial(torch.zeros, dtype=tensor.dtype, device=unsharded.device)
             local = zeros(tensor.shape) if whole is None else whole
-            grad = averaged(local, tensor)
+            grad = _divided(averaged(local, tensor), unsharded)
             grad = grad if own is None else grad + own
         if grad is None and not allow_unused:
             name = repr(tensor.spec.name) if isinstance(tensor, ShardedTensor) else f"{index}"
@@ -551,6 +554,16 @@ def _combined(
             raise RuntimeError(msg)
         grads.append(grad)
     return tuple(grads)
+
+
+def _divided(average: Tensor, unsharded: object) -> Tensor:
+    """Return an average of gradients, divided as `set_gradient_divide_factor` says."""
+    bucket = bucket_showing(unsharded)
+    group = None if bucket is None or bucket.group is None else bucket.group()
+    factor: float | None = None if group is None else group.settings.comm.divide_factor
+    if bucket is None or factor is None:
+        return average
+    return average * (bucket.plan.num_ranks / factor)
 
 
 def _used_anywhere(

@@ -249,7 +249,7 @@ class Runtime:
         self._memory_axes: list[AxisComm] = []
         self._noted_versions: list[tuple[int, ...]] = [() for _ in self.groups]
         self._warned: set[int] = set()
-        self.update_options(has_all=True)
+        self.update_options()
 
     def __del__(self) -> None:
         """Let compute wait for collectives in flight, whose memory is freed now."""
@@ -286,13 +286,8 @@ class Runtime:
 
     # --- what users choose ---
 
-    def update_options(self, *, has_all: bool = False) -> None:
-        """Read the settings of the root and all groups anew.
-
-        Args:
-            has_all: Whether modules without a forward so far do not belong to this root; else its
-                next forward may include them.
-        """
+    def update_options(self) -> None:
+        """Read the settings of the root and all groups anew."""
         apply_debug(self.settings, self.groups, self.streams, self.gathers, self.reductions)
         options, groups = self.schedule.options, self.groups
         options.prefetch_in_forward = self.settings.prefetch_in_forward
@@ -306,15 +301,16 @@ class Runtime:
             g.index for g in groups if not g.settings.unshard_in_backward
         }
         options.next_in_forward = {
-            g.index: self._indices_of(g.settings.next_in_forward, g, has_all=has_all)
+            g.index: self._indices_of(g.settings.next_in_forward)
             for g in groups
             if g.settings.next_in_forward is not None
         }
         options.next_in_backward = {
-            g.index: self._indices_of(g.settings.next_in_backward, g, has_all=has_all)
+            g.index: self._indices_of(g.settings.next_in_backward)
             for g in groups
             if g.settings.next_in_backward is not None
         }
+        self._has_new_options = True
         shard_axes = [(b.plan.axis, g.settings) for g in groups for b in g.buckets]
         for axis in dict.fromkeys(axis for axis, _ in shard_axes):
             wanted = any(own.separate_reduce for other, own in shard_axes if other is axis)
@@ -325,24 +321,33 @@ class Runtime:
             self.streams.allocate_from(memory_axes)
             self.slots.trim()  # Slots that are free now are of the other kind.
 
-    def _indices_of(
-        self, wanted: Sequence[ParamGroup], by: ParamGroup, *, has_all: bool
-    ) -> list[int]:
-        known = [group for group in wanted if has_all or group.listener is not None]
-        for group in known:
-            if group.listener is not self.backward:
-                msg = (
-                    f"{by.name!r} is to prefetch {group.name!r}, which is not in the same root. "
-                    f"Prefetch modules of one model only."
-                )
-                raise StateError(msg)
-        return [group.index for group in known]
+    def _indices_of(self, wanted: Sequence[ParamGroup]) -> list[int]:
+        return [group.index for group in wanted if group.listener is self.backward]
+
+    def _check_prefetches(self) -> None:
+        """Refuse to prefetch modules of another root.
+
+        Only the forward of a root shows which modules are in it: before, modules may be unsharded
+        by hand, or added.
+        """
+        for group in self.groups:
+            chosen = (group.settings.next_in_forward, group.settings.next_in_backward)
+            for other in (other for wanted in chosen for other in wanted or ()):
+                if other.listener is not self.backward:
+                    msg = (
+                        f"{group.name!r} is to prefetch {other.name!r}, which is not in the same "
+                        f"root. Prefetch modules of one model only."
+                    )
+                    raise StateError(msg)
+        self._has_new_options = False
 
     # --- forward ---
 
     @torch_tensors.unseen_by_transforms
     def begin_pass(self, root: object) -> None:
         """Begin the forward of a root."""
+        if self._has_new_options:
+            self._check_prefetches()
         if self._ended_in_exception:
             if self.backward.is_running:
                 self.streams.note_error(RuntimeError("an exception in a backward"))
