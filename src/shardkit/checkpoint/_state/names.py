@@ -180,8 +180,8 @@ def mesh_of(state: dict[str, Any], path: object, *, allow_meta: bool = False) ->
     meshes = [v.spec.mesh for v in state.values() if isinstance(v, ShardedTensor)]
     if not meshes:
         msg = (
-            f"the model for {path} has no sharded parameters. Call fully_shard first; a plain model "
-            f"is saved and loaded by torch.save, torch.load or safetensors."
+            f"the model for {path} has no sharded parameters. Call fully_shard first; a plain "
+            f"model is saved and loaded by torch.save, torch.load or safetensors."
         )
         raise CheckpointError(msg)
     # Tensor-parallel parameters are on more ranks than the others.
