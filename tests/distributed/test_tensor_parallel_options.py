@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import typing
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 from parallel_models import CASES, GPT, batches_of, gpt_plan, make, make_meshes, parallelize
 from reference import Differences, assert_within, mean_over_ranks, train
 from shardkit import CPUOffloadPolicy, ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -112,6 +118,31 @@ def test_a_model_from_the_meta_device_trains(
     way: typing.Callable[[tuple[int, ...]], Differences],
 ) -> None:
     assert_close(spawn(way, RANKS, mesh_shape))
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="raises inside of the DTensor of torch 2.9"
+)
+@on_ranks(2)
+def test_parameters_in_the_loss_of_split_logits() -> None:
+    """The loss is a DTensor, and so is the gradient that comes to the parameters themselves."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    x, y = torch.randn(2, 4, 4), torch.randint(6, (2, 4))
+    plain = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6))
+    split = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"1": split})
+    fully_shard(model, mesh["dp"])
+
+    def loss(module: nn.Module, rank: int) -> Tensor:
+        squares = torch.stack([param.square().sum() for param in module.parameters()])
+        return F.cross_entropy(module(x[rank]), y[rank]) + squares.sum()
+
+    with loss_parallel():
+        loss(model, dist.get_rank()).backward()
+    (sum(loss(plain, rank) for rank in range(2)) / 2).backward()
+    differences = Differences()
+    differences.note_grads(model, plain)
+    assert_within([differences], grad=TOLERANCE)
 
 
 def look_at_state_dict_in_forward(mesh_shape: tuple[int, ...]) -> list[type]:

@@ -589,7 +589,7 @@ class _GradientCut(OwnHook):
             return None
         if type(grad) is ShardedTensor and grad.spec.same_cut(spec):
             return grad
-        if isinstance(grad, HostValues):
+        if hasattr(grad, "full_tensor"):  # Also a DTensor, as of a loss of tensor parallelism.
             grad = grad.full_tensor()
         result: Tensor = _Cut.apply(grad, spec, self.may_be_number)  # type: ignore[no-untyped-call]
         return result
