@@ -131,14 +131,7 @@ def python_calls(run: Callable[[], object]) -> int:
             name = code.co_filename
             number += name.startswith(_OURS) and name != _UNSTEADY
 
-    gc.collect()
-    gc.disable()  # What it finds, and when, is not the step's.
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
+    _run_noted(run, sys.setprofile, note)
     return number
 
 
@@ -159,15 +152,22 @@ def python_instructions(run: Callable[[], object]) -> int:
         number += event == "opcode"
         return note
 
+    _run_noted(run, sys.settrace, note)
+    return number
+
+
+def _run_noted(
+    run: Callable[[], object], install: Callable[[typing.Any], None], note: object
+) -> None:
+    """Run something while Python tells `note` what this thread does."""
     gc.collect()
-    gc.disable()
-    sys.settrace(note)
+    gc.disable()  # What it finds, and when, is not the step's.
+    install(note)
     try:
         run()
     finally:
-        sys.settrace(None)
+        install(None)
         gc.enable()
-    return number
 
 
 class Operators(TorchDispatchMode):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import WrapError
+from shardkit._layout import align_up
 from shardkit._params.sites import ParamEntry
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
@@ -315,7 +316,7 @@ class Packing:
         assert isinstance(root, _Node)
         self._root, self.parts = root, root.parts
         for path, tensor in tensors:
-            start = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+            start = align_up(self.nbytes, _ALIGNMENT)
             stride = tensor.stride() if _is_dense(tensor) else tensor.contiguous().stride()
             leaf = Leaf(path, tensor.dtype, tuple(tensor.shape), tuple(stride), start)
             self.leaves.append(leaf)

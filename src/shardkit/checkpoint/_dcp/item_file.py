@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit._layout import align_up
 from shardkit.checkpoint._dcp.manifest import BLOCK_NBYTES, Item
 from shardkit.checkpoint._files.disk import (
     DAMAGED,
@@ -136,7 +137,7 @@ class FileStream:
         return self._writing
 
     def _write(self, buffer: mmap.mmap, nbytes: int, offset: int) -> None:
-        padded = -(-nbytes // _DISK_BLOCK_NBYTES) * _DISK_BLOCK_NBYTES
+        padded = align_up(nbytes, _DISK_BLOCK_NBYTES)
         with memoryview(buffer) as view:
             done = 0
             while done < padded:
