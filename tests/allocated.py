@@ -31,7 +31,22 @@ def start_counting() -> None:
 
 @contextlib.contextmanager
 def past_shared_memory() -> Iterator[None]:
-    """Let small collectives of gloo's ranks be torch's, as between hosts; on all ranks."""
+    """Let all collectives of gloo's ranks be torch's, as between hosts; on all ranks."""
+
+    def keep(axis: gloo.GlooAxis, direct: object) -> None:
+        axis.__dict__["direct"] = direct  # For later.
+
+    unused = property(lambda _: None, keep)
+    with (
+        mock.patch.object(gloo, "_SHARED_NBYTES", 0),
+        mock.patch.object(gloo.GlooAxis, "direct", unused),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def all_read_directly() -> Iterator[None]:
+    """Let ranks of one host read all buckets from each other, not only large ones; on all ranks."""
     with mock.patch.object(gloo, "_SHARED_NBYTES", 0):
         yield
 

@@ -1,4 +1,4 @@
-"""CPU ranks of one host give each other small tensors in memory that they share."""
+"""CPU ranks of one host give each other tensors without gloo: small ones in shared memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allocated import past_shared_memory
+from allocated import all_read_directly, past_shared_memory
 from reference import make_mesh
 from shardkit import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardkit._module.hooks import state_of
-from shardkit.backends import shared_memory
-from shardkit.backends.shared_memory import connect
+from shardkit.backends import direct_reads, host_links, shared_memory
+from shardkit.backends.direct_reads import read_directly
+from shardkit.backends.shared_memory import share_memory
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -44,6 +45,23 @@ def exchanges() -> Iterator[list[int]]:
         yield found
 
 
+@contextlib.contextmanager
+def reads() -> Iterator[list[int]]:
+    """Yield a list to which the bytes that each direct exchange reads are added."""
+    found: list[int] = []
+    start = direct_reads.DirectReads.start
+
+    def counting(
+        self: typing.Any, sources: typing.Any, targets: typing.Any, lane: int
+    ) -> typing.Any:
+        if targets[0].nbytes != torch.int64.itemsize:  # Else it is tried whether it works.
+            found.append(sum(each.nbytes for each in targets))
+        return start(self, sources, targets, lane)
+
+    with mock.patch.object(direct_reads.DirectReads, "start", counting):
+        yield found
+
+
 def trained(shape: Sequence[int], policy: MixedPrecisionPolicy, depth: int) -> list[torch.Tensor]:
     """Return losses and pieces of parameters after some steps."""
     torch.manual_seed(0)
@@ -67,15 +85,20 @@ def trained(shape: Sequence[int], policy: MixedPrecisionPolicy, depth: int) -> l
     return [*results, *[param.to_local().detach().clone() for param in model.parameters()]]
 
 
-def train_twice(shape: Sequence[int], policy: MixedPrecisionPolicy, depth: int) -> None:
-    with exchanges() as used:
+def train_in_each_way(shape: Sequence[int], policy: MixedPrecisionPolicy, depth: int) -> None:
+    with exchanges() as shares, reads() as few:
         shared = trained(shape, policy, depth)
-    with past_shared_memory(), exchanges() as unused:
+    with all_read_directly(), exchanges() as no_shares, reads() as all_reads:
+        read = trained(shape, policy, depth)
+    with past_shared_memory(), exchanges() as unused, reads() as no_reads:
         past = trained(shape, policy, depth)
-    assert used
+    assert shares
+    assert len(all_reads) > len(few)
+    assert not no_shares
     assert not unused
-    for one, other in zip(shared, past, strict=True):
-        assert torch.equal(one, other)
+    assert not no_reads
+    for results in zip(shared, read, past, strict=True):
+        assert all(torch.equal(each, results[0]) for each in results)
 
 
 @pytest.mark.parametrize(
@@ -87,16 +110,17 @@ def test_training_is_bit_equal_to_that_over_gloo(
 ) -> None:
     size = torch.Size(shape).numel()
     for depth in (1, 9):
-        spawn(train_twice, size, shape, policy, depth)
+        spawn(train_in_each_way, size, shape, policy, depth)
 
 
 @on_ranks(2)
-def test_large_groups_go_past_it() -> None:
+def test_large_groups_are_read_directly() -> None:
     mesh = make_mesh((2,))
     model = fully_shard(nn.Linear(1000, 1000), mesh=mesh)
-    with exchanges() as used:
+    with exchanges() as shares, reads() as read, mock.patch.object(dist, "all_to_all_single", None):
         model(torch.ones(1, 1000)).sum().backward()
-    assert used == []
+    assert shares == []
+    assert read == [2_002_000, 2_002_000]
 
 
 @on_ranks(2)
@@ -116,67 +140,86 @@ def test_it_grows_no_further() -> None:
     assert shared.nbytes <= before + 2 * 262_144, (before, shared.nbytes)
 
 
-# --- who shares -----------------------------------------------------------------------------------
+# --- who shares and reads -------------------------------------------------------------------------
 
 
-def connected(change: mock._patch[typing.Any] | None, on_rank: int) -> bool:
-    is_changed = change is not None and dist.get_rank() == on_rank
+def connected(change: mock._patch[typing.Any] | None, on_rank: int) -> tuple[bool, bool]:
+    """Return whether this rank shares memory, and reads directly, with a change on one rank."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    is_changed = change is not None and rank == on_rank
     with change if is_changed else contextlib.nullcontext():
-        memory = connect(dist.group.WORLD)
-    if memory is None:
-        return False
-    assert memory.nbytes == 0, "what tried it is still there"
-    size = dist.get_world_size()
-    block = memory.block(1)
-    block.memory[0] = dist.get_rank()
-    others = memory.share(block, 1, 0).wait()
-    assert [int(each[0]) for each in others] == [r for r in range(size) if r != dist.get_rank()]
-    return True
+        links = host_links.connect(group)
+        if links is None:
+            return False, False
+        memory, direct = share_memory(links, group), read_directly(links, group)
+    expected = [other for other in range(dist.get_world_size()) if other != rank]
+    if memory is not None:
+        assert memory.nbytes == 0, "what tried it is still there"
+        block = memory.block(1)
+        block.memory[0] = rank
+        others = memory.share(block, 1, 0).wait()
+        assert [int(each[0]) for each in others] == expected
+    if direct is not None:
+        own = torch.full((1000,), rank)
+        found = [torch.empty_like(own) for _ in expected]
+        direct.start([own] * len(found), found, 1).wait()
+        assert [each.unique().tolist() for each in found] == [[other] for other in expected]
+    return memory is not None, direct is not None
 
 
 def change_of(name: str) -> typing.Any:
     if name == "unwanted":
         return mock.patch.dict(os.environ, {"SHARDKIT_SHARED_MEMORY": "0"})
     if name == "other host":
-        return mock.patch.object(shared_memory, "_host", return_value="another")
+        return mock.patch.object(host_links, "_host", return_value="another")
     return None
 
 
-def connect_with(name: str, on_rank: int) -> bool:
+def connect_with(name: str, on_rank: int) -> tuple[bool, bool]:
     return connected(change_of(name), on_rank)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_one_host_share(spawn: Spawn, size: int) -> None:
-    assert spawn(connect_with, size, "nothing", 0) == [True] * size
+    assert spawn(connect_with, size, "nothing", 0) == [(True, True)] * size
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("name", ["unwanted", "other host"])
 def test_none_share_if_one_cannot(spawn: Spawn, name: str, rank: int) -> None:
-    assert spawn(connect_with, 3, name, rank) == [False] * 3
+    assert spawn(connect_with, 3, name, rank) == [(False, False)] * 3
 
 
-def connect_where_it_fails(function: str, error: Exception, on_rank: int) -> bool:
+_WHERE = {"_meet": host_links, "_mapped": shared_memory, "_read_memory": direct_reads}
+
+
+def connect_where_it_fails(function: str, error: Exception, on_rank: int) -> tuple[bool, bool]:
     def fail(*_: typing.Any) -> None:
         raise error
 
-    with mock.patch.object(shared_memory, "_CONNECT_S", 1.0):
-        return connected(mock.patch.object(shared_memory, function, fail), on_rank)
+    with contextlib.ExitStack() as stack:
+        for module in _WHERE.values():
+            stack.enter_context(mock.patch.object(module, "CONNECT_S", 1.0))
+        return connected(mock.patch.object(_WHERE[function], function, fail), on_rank)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
-    ("function", "error"),
-    [("_meet", ConnectionRefusedError()), ("_mapped", RuntimeError("not permitted"))],
+    ("function", "error", "remain"),
+    [
+        ("_meet", ConnectionRefusedError(), (False, False)),
+        ("_mapped", RuntimeError("not permitted"), (False, True)),
+        ("_read_memory", PermissionError(), (True, False)),
+    ],
 )
-def test_none_share_if_one_does_not_reach_the_others(
-    spawn: Spawn, function: str, error: Exception, rank: int
+def test_all_go_without_what_one_may_not_do(
+    spawn: Spawn, function: str, error: Exception, remain: tuple[bool, bool], rank: int
 ) -> None:
-    assert spawn(connect_where_it_fails, 3, function, error, rank) == [False] * 3
+    assert spawn(connect_where_it_fails, 3, function, error, rank) == [remain] * 3
 
 
 @on_ranks(3)
 def test_more_ranks_than_can_be_connected_share_nothing() -> None:
-    with mock.patch.object(shared_memory, "_MAX_RANKS", 2):
-        assert connect(dist.group.WORLD) is None
+    with mock.patch.object(host_links, "_MAX_RANKS", 2):
+        assert host_links.connect(dist.group.WORLD) is None

@@ -1,5 +1,7 @@
 """CPU ranks over gloo: the host waits, nothing has a stream order.
 
+Ranks of one host share small tensors, and read large ones from each other, without gloo.
+
 gloo's own collectives cost more than the bytes they move: `reduce_scatter_tensor` is a whole
 all-reduce, and `all_gather_into_tensor` gathers into a temporary and copies that out. This backend
 uses an exchange by `all_to_all_single`, adds the pieces itself, and broadcasts in place. So the
@@ -22,7 +24,9 @@ import torch.distributed as dist
 
 from shardkit._compat import torch_tensors
 from shardkit.backends.base import Gather, end_to_end
+from shardkit.backends.direct_reads import read_directly
 from shardkit.backends.groups import sub_group
+from shardkit.backends.host_links import connect
 from shardkit.backends.process_group import (
     ProcessGroupAxis,
     ProcessGroupBackend,
@@ -34,7 +38,7 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
-from shardkit.backends.shared_memory import connect
+from shardkit.backends.shared_memory import share_memory
 from shardkit.backends.watch.watchdog import channel_of
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
 
     from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Handle, Reduction
     from shardkit.backends.device import Event
+    from shardkit.backends.direct_reads import DirectReads
     from shardkit.backends.process_group import CustomCollective
     from shardkit.backends.shared_memory import Shared, SharedMemory
     from shardkit.backends.watch.watchdog import Issued
@@ -53,23 +58,34 @@ if TYPE_CHECKING:
 
 
 _SHARED_NBYTES = 2 << 20
-"""Larger transfers bypass the memory that ranks share, because that memory never shrinks."""
+"""Larger transfers bypass the memory that ranks share: it never shrinks, and takes two copies."""
 
 
 class GlooAxis(ProcessGroupAxis):
-    """An axis with a second process group for reductions, and memory that its ranks share."""
+    """An axis with a second process group for reductions, and other ways within one host.
+
+    Attributes:
+        reduce_group: Second process group, when it is made.
+        shared: Memory that the ranks share; None if they cannot.
+        direct: How they read what they do not share from each other; None: gloo sends it.
+    """
 
     reduce_group: dist.ProcessGroup | None = None
     shared: SharedMemory | None = None
+    direct: DirectReads | None = None
 
     def make_reduce_group(self) -> None:
         """Make the group once; call this on all ranks of the axis."""
         if self.reduce_group is None and self.size > 1:
             self.reduce_group = sub_group(self.group, [range(self.size)], "gloo")
-            self.shared = connect(self.reduce_group)
-            if self.shared is not None:
-                for group in (self.group, self.reduce_group):
-                    channel_of(group).at_end.append(self.shared.close)
+            links = connect(self.reduce_group)
+            if links is not None:
+                self.shared = share_memory(links, self.reduce_group)
+                self.direct = read_directly(links, self.reduce_group)
+            for way in (self.shared, self.direct):
+                if way is not None:
+                    for group in (self.group, self.reduce_group):
+                        channel_of(group).at_end.append(way.close)
 
     def shares(self, nbytes: int) -> bool:
         """Whether transfers with this many bytes of all ranks go through shared memory."""
@@ -312,6 +328,12 @@ def _start_all_to_all(receive: Tensor, send: Tensor, axis: GlooAxis, of: str) ->
     rows = send.view(axis.size, -1)
     issued = axis.issue("reduce-scatter", of, send.nbytes, axis.reduce_group)
     splits = [rows.shape[1]] * axis.size
+    if axis.direct is not None:
+        targets = list(receive.view(-1, rows.shape[1]))
+        if sends_own(axis):
+            targets.pop(axis.rank).copy_(rows[axis.rank])
+        sources = [row for rank, row in enumerate(rows) if rank != axis.rank]
+        return WorkHandle([axis.direct.start(sources, targets, _REDUCTIONS)], issued)
     if not sends_own(axis):
         splits[axis.rank] = 0
         rows = rows[1:] if axis.rank == 0 else rows[:-1]
@@ -376,11 +398,15 @@ _MAX_BROADCASTS = 8
 """Largest number of ranks for broadcasts; with more the ring of gloo's all-gather is faster."""
 
 
-def _start_all_gather(gather: Gather, axis: GlooAxis) -> list[dist.Work | None]:
+def _start_all_gather(gather: Gather, axis: GlooAxis) -> Sequence[Handle | None]:
     """Start to fill ``gather.full`` in place, without a temporary if there are few ranks."""
     full, own, group = gather.full, gather.own, axis.group
     if axis.size == 1:
         return []
+    if axis.direct is not None:
+        targets = list(full.view(axis.size, -1))
+        del targets[axis.rank]
+        return [axis.direct.start([own] * len(targets), targets, _GATHERS)]
     if axis.size == 2:  # noqa: PLR2004 - each needs just what the other has
         other = full.view(2, -1)[1 - axis.rank]
         splits = [own.numel(), own.numel()]
@@ -399,7 +425,7 @@ class GatherHandle:
 
     def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, issued: Issued | None) -> None:
         self._customs: list[tuple[Gather, CustomCollective]] = []
-        works: list[dist.Work | None] = []
+        works: list[Handle | None] = []
         for gather in gathers:
             if gather.comm is not None and axis.size > 1:
                 custom = custom_all_gather(gather, axis.group, async_op=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import device_mesh as torch_mesh
 
-    from shardkit.backends.base import AllToAll, Gather, PeerAxis, Reduction
+    from shardkit.backends.base import AllToAll, Gather, Handle, PeerAxis, Reduction
     from shardkit.backends.watch.watchdog import Issued
 
 
@@ -33,7 +33,7 @@ class WorkHandle:
 
     is_of_host = True
 
-    def __init__(self, works: Sequence[dist.Work | None], issued: Issued | None) -> None:
+    def __init__(self, works: Sequence[Handle | None], issued: Issued | None) -> None:
         self._works = [work for work in works if work is not None]
         self._issued = issued
 
@@ -42,7 +42,9 @@ class WorkHandle:
         works, self._works = self._works, []
         if works:
             assert self._issued is not None, "there are ranks to wait for"
-            self._issued.wait(works)
+            with self._issued.watched():
+                for work in works:
+                    work.wait()
 
 
 def start_host_all_to_all(job: AllToAll, group: dist.ProcessGroup) -> WorkHandle:

@@ -12,10 +12,8 @@ process: a wait for a rank that has ended returns at once with an error.
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
-import secrets
 import select
 import socket
 import struct
@@ -25,33 +23,26 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardkit._compat import torch_groups
-from shardkit._processes import boot_and_namespace
-from shardkit._settings import shares_memory
 from shardkit.backends.groups import exchange
+from shardkit.backends.host_links import CONNECT_S, RETRY_S, is_sent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch.distributed as dist
     from torch import Tensor
 
-_MAX_RANKS = 8
-"""Limit, because every rank is connected with every other and reads from every other."""
+    from shardkit.backends.host_links import HostLinks
 
 _MESSAGE = struct.Struct("<IIQQQQ")
 """Lane, block, number of the message, bytes, and the number of messages read of each lane."""
 
 _NUM_LANES = 2
-_SHORTAGES = (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
-"""Numbers of errors of a send that may succeed a little later."""
-
-_RETRY_S = 0.001
 _SMALLEST_BLOCK = 1 << 16
 _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(4)
 _REMEDY = (
@@ -147,12 +138,12 @@ class SharedMemory:
     messages the sender has read. That frees blocks.
 
     Args:
-        connections: A connection with each other rank, by position.
+        connections: A connection with each other rank, in rank order.
         timeout_s: Limit of `set_timeout`.
     """
 
-    def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float | None) -> None:
-        self._connections = [connections[position] for position in sorted(connections)]
+    def __init__(self, connections: Sequence[socket.socket], timeout_s: float | None) -> None:
+        self._connections = connections
         self.forget()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._reading = threading.RLock()
@@ -268,7 +259,7 @@ class SharedMemory:
             for peer in late:
                 poll.register(peer.connection, select.POLLOUT)
             poll.poll()
-            time.sleep(_RETRY_S)  # There may be room, but another shortage.
+            time.sleep(RETRY_S)  # There may be room, but another shortage.
 
     # --- receiving ---
 
@@ -364,18 +355,8 @@ def _send(peer: _Peer) -> None:
     """Send the unsent messages, as far as there is room."""
     while peer.unsent:
         message, descriptor = peer.unsent[0]
-        try:
-            if descriptor is None:
-                peer.connection.send(message, socket.MSG_DONTWAIT)
-            else:  # Not `send_fds`, which ignores its flags.
-                extra = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", descriptor))
-                peer.connection.sendmsg([message], [extra], socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        if not is_sent(peer.connection, message, descriptor):
             return
-        except OSError as error:
-            if error.errno in _SHORTAGES:
-                return
-            # Else the peer has ended, or ended all waits. A wait for it will raise.
         if descriptor is not None:
             os.close(descriptor)
         peer.unsent.popleft()
@@ -388,100 +369,29 @@ def _mapped(descriptor: int) -> Tensor:
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
-# --- connecting -----------------------------------------------------------------------------------
-
-_CONNECT_S = 20.0
-_TOKEN_NBYTES = 32
+# --- the ranks of an axis -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """Address at which a rank waits for connections.
+def share_memory(links: HostLinks, group: dist.ProcessGroup) -> SharedMemory | None:
+    """Return the memory that the ranks of a gloo group share; None if the system forbids it.
 
-    Attributes:
-        host: Text that is equal on ranks that can share memory.
-        name: Name of its socket.
-        token: Secret that connecting ranks send.
+    All ranks of the group must call this. Its cost: two all-gathers of small objects.
     """
-
-    host: str
-    name: str
-    token: bytes
-
-
-def connect(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Return the memory that the ranks of a gloo group share; None if they cannot share any.
-
-    They cannot if they are on several hosts, or in containers that separate them; if there are more
-    than eight; if the system is not Linux; or if one rank does not want it
-    (``SHARDKIT_SHARED_MEMORY=0``). All ranks of the group must call this.
-
-    Cost: four all-gathers of small objects.
-    """
-    if not 1 < group.size() <= _MAX_RANKS:
+    memory = None
+    with contextlib.suppress(OSError, RuntimeError):
+        memory = _tried(links)
+    if not all(exchange(memory is not None, group, "memory that ranks share")):
         return None
-    of = "memory that ranks share"
-    with contextlib.ExitStack() as stack:
-        address, listener = None, None
-        host = _host() if shares_memory() else ""
-        if host:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            name = f"\0shardkit-{secrets.token_hex(16)}"  # Not in the file system.
-            listener.bind(name)
-            listener.listen(_MAX_RANKS)
-            listener.settimeout(_CONNECT_S)
-            address = _Address(host, name, secrets.token_bytes(_TOKEN_NBYTES))
-        addresses = exchange(address, group, of)
-        if listener is None or any(each is None or each.host != host for each in addresses):
-            return None
-        connections: dict[int, socket.socket] = {}
-        memory = None
-        with contextlib.suppress(OSError, RuntimeError):  # The system may forbid parts of this.
-            _meet(listener, group.rank(), addresses, connections)
-            memory = _tried(connections)
-        if not all(exchange(memory is not None, group, of)):
-            _close_all([*connections.values()])
-            return None
     assert memory is not None
     memory.set_timeout(torch_groups.timeout_of(group))
     return memory
 
 
-def _host() -> str:
-    """Return a text that is equal for processes that can share memory; empty: this one cannot."""
-    if hasattr(os, "memfd_create"):
-        with contextlib.suppress(OSError):
-            return f"{boot_and_namespace()}{Path('/proc/self/ns/net').readlink()}"
-    return ""
-
-
-def _tried(connections: Mapping[int, socket.socket]) -> SharedMemory:
+def _tried(links: HostLinks) -> SharedMemory:
     """Return shared memory after a test in which a byte has gone through it."""
-    memory = SharedMemory(connections, _CONNECT_S)
+    memory = SharedMemory(links.for_messages, CONNECT_S)
     shared = memory.share(memory.block(1), 1, 0)
     shared.wait()
     shared.close()
     memory.forget()
     return memory
-
-
-def _meet(
-    listener: socket.socket,
-    rank: int,
-    addresses: Sequence[_Address],
-    connections: dict[int, socket.socket],
-) -> None:
-    """Connect to the ranks before this one, and accept connections of those after it."""
-    for other, address in enumerate(addresses[:rank]):
-        connection = connections[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(_CONNECT_S)
-        connection.connect(address.name)
-        connection.send(address.token + bytes([rank]))
-    while len(connections) < len(addresses) - 1:
-        connection, _ = listener.accept()
-        connection.settimeout(_CONNECT_S)
-        hello = connection.recv(_TOKEN_NBYTES + 1)
-        if secrets.compare_digest(hello[:_TOKEN_NBYTES], addresses[rank].token):
-            connections[hello[_TOKEN_NBYTES]] = connection
-        else:  # The connection is another program's.
-            connection.close()

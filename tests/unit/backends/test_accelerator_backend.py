@@ -5,6 +5,7 @@ No card and no other process: devices are named but not used, torch's functions 
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import types
 import typing
@@ -367,10 +368,11 @@ def test_numbers_from_the_device_are_there_after_the_wait() -> None:
 
 
 def test_a_collective_of_hosts_is_waited_for_once() -> None:
-    waited: list[object] = []
-    work: typing.Any = Stub()
-    handle = WorkHandle([work], typing.cast("typing.Any", Stub(wait=waited.extend)))
+    waited: list[str] = []
+    work = Stub(wait=lambda: waited.append("work"))
+    issued: typing.Any = Stub(watched=contextlib.nullcontext)
+    handle = WorkHandle([work], issued)
     assert handle.is_of_host
     handle.wait()
     handle.wait()
-    assert waited == [work]
+    assert waited == ["work"]

@@ -18,8 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit import StateError
-from shardkit._settings import shares_memory
+from rank_connections import connections
 from shardkit.backends import shared_memory
 from shardkit.backends.shared_memory import Shared, SharedMemory
 
@@ -27,12 +26,7 @@ GATHERS, REDUCTIONS = range(2)
 
 
 def connected(size: int, timeout_s: float | None = 20.0) -> list[SharedMemory]:
-    connections: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for low in range(size):
-        for high in range(low + 1, size):
-            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connections[low][high], connections[high][low] = pair
-    return [SharedMemory(each, timeout_s) for each in connections]
+    return [SharedMemory(each, timeout_s) for each in connections(size)]
 
 
 def share(memory: SharedMemory, value: int, *, nbytes: int = 100, lane: int = GATHERS) -> Shared:
@@ -293,52 +287,7 @@ def test_a_forked_process_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     exchange([first, second], 3)
 
 
-# --- who shares -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("text", "is_wanted"), [("0", False), ("1", True), ("no", False)])
-def test_the_environment_decides(
-    text: str,
-    is_wanted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", text)
-    assert shares_memory() == is_wanted
-
-
-def test_the_environment_says_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", "perhaps")
-    with pytest.raises(StateError, match="SHARDKIT_SHARED_MEMORY"):
-        shares_memory()
-
-
-def test_a_system_without_anonymous_memory_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    assert shared_memory._host() == ""  # noqa: SLF001 - of this system there is one
-
-
-def test_who_does_not_know_the_secret_is_turned_away() -> None:
-    address = shared_memory._Address("host", "\0shardkit-test", b"t" * 32)  # noqa: SLF001
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address.name)
-        listener.listen(8)
-        listener.settimeout(0.5)
-        strangers = []
-        for hello in (b"x" * 33, b""):
-            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stranger.connect(address.name)
-            stranger.send(hello) if hello else stranger.close()
-            strangers.append(stranger)
-        friend = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        friend.connect(address.name)
-        friend.send(address.token + bytes([1]))
-        found: dict[int, socket.socket] = {}
-        shared_memory._meet(listener, 0, [address, address], found)  # noqa: SLF001
-        assert list(found) == [1]
-        found[1].send(b"welcome")
-        assert friend.recv(7) == b"welcome"
-        for each in (*strangers, friend, *found.values()):
-            each.close()
+# --- no more files --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -153,12 +153,6 @@ class Issued(NamedTuple):
     position: int
     what: Collective
 
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for the collective under `watched`."""
-        with self.watched():
-            for work in works:
-                work.wait()
-
     def started(self, is_done: Callable[[], bool | None]) -> None:
         """Watch the collective while a device runs it: all later work on the device waits."""
         wait = CollectiveWait(self.channel.name, self.position, self.what, is_main=True)
@@ -232,7 +226,7 @@ class Channel:
         """Issue and watch a collective that blocks.
 
         Raises:
-            RankMismatchError: For the reasons of `issue` and of `Issued.wait`.
+            RankMismatchError: For the reasons of `issue` and of `Issued.watched`.
         """
         with self.issue(kind, of, nbytes).watched():
             yield

@@ -1,0 +1,343 @@
+"""Large tensors of ranks of one host: each rank reads them directly from the others' memory.
+
+Over loopback gloo copies data four times. Here the system copies it once, from the memory of one
+process to that of another (``process_vm_readv``). Ranks tell each other, in short messages, where
+their data is and what they have read. A thread of each rank reads and answers while others compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import select
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit._compat import torch_groups
+from shardkit.backends import groups
+from shardkit.backends.host_links import CONNECT_S, RETRY_S, is_sent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from shardkit.backends.host_links import HostLinks
+
+_MESSAGE = struct.Struct("<BBQQQ")
+"""Kind, lane, number of the exchange, and address and bytes of an offer."""
+
+_OFFER, _READ = range(2)
+_NUM_LANES = 2
+
+
+# --- one exchange ---------------------------------------------------------------------------------
+
+
+class DirectExchange:
+    """An exchange that has started: this rank reads from all others, and they from it.
+
+    Until `wait` returns, nobody may change what the others read, or use what this rank reads into.
+
+    Args:
+        sources: What each other rank reads, in rank order.
+        targets: Where this rank reads the data of each other rank, in rank order.
+        of: Exchanges that all end when this one is not done in time.
+    """
+
+    def __init__(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], of: DirectReads
+    ) -> None:
+        self.sources: Sequence[Tensor] = sources
+        self.targets: Sequence[Tensor] = targets
+        self.num_missing = [2] * len(sources)  # For each rank: one to read, one to be read.
+        self._of = of
+        self._error: str | None = None
+        self._ended = threading.Event()
+
+    def note_done(self, place: int) -> bool:
+        """Note that this rank and another one have read in one direction; return whether all have.
+
+        Args:
+            place: Place of the other rank among the others.
+        """
+        self.num_missing[place] -= 1
+        if any(self.num_missing):
+            return False
+        self._end()
+        return True
+
+    def fail(self, error: str) -> None:
+        """Let `wait` raise an error with this reason."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self.sources = self.targets = ()  # The thread that waits frees them.
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Block until this rank has read everything, and the others have.
+
+        Raises:
+            RuntimeError: A rank has ended, or did not come within the process group's time limit.
+        """
+        if self._ended.wait(self._of.timeout_s):
+            reason = self._error
+        else:
+            reason = "nobody came in time"
+            self._of.close()  # Whoever comes now must not read what is no longer there.
+        if reason is not None:
+            msg = f"a wait for a tensor of another rank has ended: {reason}"
+            raise RuntimeError(msg)
+
+
+# --- the thread that reads ------------------------------------------------------------------------
+
+
+class _Peer:
+    """Another rank, as the thread sees it."""
+
+    def __init__(self, place: int, connection: socket.socket, pid: int) -> None:
+        self.place = place
+        self.connection = connection
+        self.pid = pid
+        self.unsent: deque[bytes] = deque()
+        self.offers: dict[tuple[int, int], tuple[int, int]] = {}  # Of exchanges not started here.
+        self.error: str | None = None  # Why it has been lost.
+
+    def send(self, *message: int) -> None:
+        """Send a message, and those that are unsent, as far as there is room."""
+        if message:
+            self.unsent.append(_MESSAGE.pack(*message))
+        while self.unsent and is_sent(self.connection, self.unsent[0]):
+            self.unsent.popleft()
+
+
+class _Reader:
+    """What the thread works with. Other threads only start exchanges, and end the thread."""
+
+    def __init__(self, peers: Sequence[_Peer]) -> None:
+        self.waker, self._wakened = socket.socketpair()
+        self._peers = peers
+        self._started: deque[tuple[int, DirectExchange]] = deque()  # With their lanes.
+        self._num_started = [0] * _NUM_LANES
+        self._open: dict[tuple[int, int], DirectExchange] = {}  # By lane and number.
+        self._error: str | None = None  # Why the thread has ended.
+
+    def start(self, lane: int, exchange: DirectExchange) -> None:
+        """Hand an exchange over to the thread."""
+        self._started.append((lane, exchange))
+        with contextlib.suppress(OSError):  # There is no room: the thread is about to wake up.
+            self.waker.send(b"1", socket.MSG_DONTWAIT)
+        if self._error is not None:
+            exchange.fail(self._error)
+
+    def run(self) -> None:
+        """Read and answer until the other end of `waker` is closed."""
+        try:
+            while True:
+                self._go_on()
+        except Exception as error:  # noqa: BLE001 - nothing else would end the waits
+            self._error = str(error)
+        for peer in self._peers:
+            self._lose(peer, self._error)
+        for _, exchange in self._started:
+            exchange.fail(self._error)
+        self._wakened.close()
+
+    def _go_on(self) -> None:
+        """Wait until there is something to do, and do it."""
+        there = {peer.connection.fileno(): peer for peer in self._peers if peer.error is None}
+        poll = select.poll()
+        for descriptor in (self._wakened.fileno(), *there):
+            poll.register(descriptor, select.POLLIN)
+        is_late = any(peer.unsent for peer in there.values())
+        for descriptor, _ in poll.poll(1e3 * RETRY_S if is_late else None):
+            if descriptor not in there:
+                _received(self._wakened, 1 << 12)
+                continue
+            try:
+                self._receive(there[descriptor])
+            except OSError as error:
+                self._lose(there[descriptor], str(error))
+        while self._started:
+            self._begin(*self._started.popleft())
+        for peer in there.values():
+            peer.send()
+
+    def _begin(self, lane: int, exchange: DirectExchange) -> None:
+        key = lane, self._num_started[lane]
+        self._num_started[lane] += 1
+        lost = [peer.error for peer in self._peers if peer.error is not None]
+        if lost:
+            exchange.fail(lost[0])
+            return
+        self._open[key] = exchange
+        # The others are told first, so that they can read while this rank reads.
+        for peer, source in zip(self._peers, exchange.sources, strict=True):
+            peer.send(_OFFER, *key, source.data_ptr(), source.nbytes)
+        for peer in self._peers:
+            if key in peer.offers:
+                self._read(peer, key, *peer.offers.pop(key))
+
+    def _receive(self, peer: _Peer) -> None:
+        message = _received(peer.connection, _MESSAGE.size)
+        kind, lane, number, address, nbytes = _MESSAGE.unpack(message)
+        key = lane, number
+        if kind == _READ:
+            self._note_done(peer, key)
+        elif key in self._open:
+            self._read(peer, key, address, nbytes)
+        else:
+            peer.offers[key] = address, nbytes
+
+    def _read(self, peer: _Peer, key: tuple[int, int], address: int, nbytes: int) -> None:
+        """Read what a rank offers, and say so."""
+        exchange = self._open.get(key)
+        if exchange is None:  # Another rank was lost.
+            return
+        target = exchange.targets[peer.place]
+        try:
+            if nbytes != target.nbytes:
+                msg = f"another rank sends {nbytes} bytes, not {target.nbytes}"
+                raise OSError(msg)  # noqa: TRY301 - as the system's errors
+            _read_memory(peer.pid, address, target.data_ptr(), nbytes)
+        except OSError as error:
+            self._lose(peer, str(error))
+            return
+        peer.send(_READ, *key, 0, 0)
+        self._note_done(peer, key)
+
+    def _note_done(self, peer: _Peer, key: tuple[int, int]) -> None:
+        exchange = self._open.get(key)
+        if exchange is not None and exchange.note_done(peer.place):
+            del self._open[key]
+
+    def _lose(self, peer: _Peer, error: str | None) -> None:
+        """End the exchanges that still need a rank, and close its connection."""
+        peer.error = peer.error or error or "an error without a text"
+        peer.connection.close()
+        for key, exchange in [*self._open.items()]:
+            if exchange.num_missing[peer.place]:
+                exchange.fail(peer.error)
+                del self._open[key]
+
+
+def _received(connection: socket.socket, nbytes: int) -> bytes:
+    """Return what has been received, which is something.
+
+    Raises:
+        ConnectionError: The other end was closed.
+    """
+    message = connection.recv(nbytes)
+    if not message:
+        msg = "the connection was closed"
+        raise ConnectionError(msg)
+    return message
+
+
+class _Range(ctypes.Structure):
+    """A range of memory: ``iovec`` of C."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+@functools.cache
+def _process_vm_readv() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    ranges = (ctypes.POINTER(_Range), ctypes.c_ulong)
+    function.argtypes = (ctypes.c_int, *ranges, *ranges, ctypes.c_ulong)
+    function.restype = ctypes.c_ssize_t
+    return function
+
+
+def _read_memory(pid: int, address: int, target: int, nbytes: int) -> None:
+    """Copy memory of another process into this one.
+
+    Raises:
+        OSError: The system does not allow it, or the process has ended.
+    """
+    done = 0
+    while done < nbytes:
+        into, of = _Range(target + done, nbytes - done), _Range(address + done, nbytes - done)
+        count = _process_vm_readv()(pid, ctypes.byref(into), 1, ctypes.byref(of), 1, 0)
+        if count <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        done += count
+
+
+# --- the ranks of an axis -------------------------------------------------------------------------
+
+
+class DirectReads:
+    """Exchanges among ranks of one host. All ranks start those of a lane in the same order.
+
+    Args:
+        connections: A connection with each other rank, in rank order, for this object alone.
+        pids: Number of the process of each other rank.
+        timeout_s: Limit of waits; None: none.
+    """
+
+    def __init__(
+        self, connections: Sequence[socket.socket], pids: Sequence[int], timeout_s: float | None
+    ) -> None:
+        self._connections = connections
+        self.timeout_s = timeout_s
+        peers = zip(range(len(pids)), connections, pids, strict=True)
+        self._reader = _Reader([_Peer(*each) for each in peers])
+        self._pid = os.getpid()
+        run, name = self._reader.run, "shardkit-reads"
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+        # The thread ends with this object. No `atexit`: a rank may still wait when Python ends.
+        weakref.finalize(self, self._reader.waker.close).atexit = False
+
+    def start(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], lane: int
+    ) -> DirectExchange:
+        """Start to read what all other ranks have, and let them read.
+
+        Args:
+            sources: A contiguous tensor for each other rank, in rank order.
+            targets: A contiguous tensor of the same bytes for each other rank, to be filled.
+            lane: Lane in whose order this exchange is.
+        """
+        exchange = DirectExchange(sources, targets, self)
+        self._reader.start(lane, exchange)
+        return exchange
+
+    def close(self) -> None:
+        """End all waits, here and on other ranks. In a forked process this does nothing."""
+        if os.getpid() == self._pid:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def read_directly(links: HostLinks, group: dist.ProcessGroup) -> DirectReads | None:
+    """Return how the ranks of a gloo group read from each other; None if one of them may not.
+
+    Linux may forbid that a process reads from another (``kernel.yama.ptrace_scope``, seccomp). All
+    ranks of the group must call this. Its cost: two all-gathers of small objects.
+    """
+    direct = DirectReads(links.for_reads, links.pids, CONNECT_S)
+    own = torch.tensor([group.rank()])
+    found = [torch.empty_like(own) for _ in links.pids]
+    with contextlib.suppress(RuntimeError):
+        direct.start([own] * len(found), found, 0).wait()
+    works = found == [rank for rank in range(group.size()) if rank != group.rank()]
+    if not all(groups.exchange(works, group, "ranks that read from each other")):
+        return None
+    direct.timeout_s = torch_groups.timeout_of(group)
+    return direct

@@ -1,0 +1,176 @@
+"""Connections between ranks of one host, for what passes between them without gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardkit._processes import boot_and_namespace
+from shardkit._settings import shares_memory
+from shardkit.backends.groups import exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+
+_MAX_RANKS = 8
+"""Limit, because every rank is connected with every other and reads from every other."""
+
+CONNECT_S = 20.0
+"""Seconds that a rank waits for others while they connect, and try what they connect for."""
+
+RETRY_S = 0.001
+"""Seconds after which a message is sent again for which there was no room."""
+
+_SHORTAGES = (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
+"""Numbers of errors of a send that may succeed a little later."""
+
+_TOKEN_NBYTES = 32
+_NUM_USES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HostLinks:
+    """What one rank needs to pass tensors to the others of its host; each in rank order.
+
+    Attributes:
+        for_messages: A connection with each other rank, for messages about shared memory.
+        for_reads: Another one, for messages about direct reads.
+        pids: Number of the process of each other rank.
+    """
+
+    for_messages: list[socket.socket]
+    for_reads: list[socket.socket]
+    pids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Address at which a rank waits for connections.
+
+    Attributes:
+        host: Text that is equal on ranks of one host.
+        name: Name of its socket.
+        token: Secret that connecting ranks send.
+        pid: Number of its process.
+    """
+
+    host: str
+    name: str
+    token: bytes
+    pid: int
+
+
+def connect(group: dist.ProcessGroup) -> HostLinks | None:
+    """Connect the ranks of a gloo group with each other; None if not all of them can be.
+
+    They cannot if they are on several hosts, or in containers that separate them; if there are more
+    than eight; if the system is not Linux; or if one rank does not want it
+    (``SHARDKIT_SHARED_MEMORY=0``). All ranks of the group must call this.
+
+    Cost: four all-gathers of small objects.
+    """
+    if not 1 < group.size() <= _MAX_RANKS:
+        return None
+    of = "connections within a host"
+    with contextlib.ExitStack() as stack:
+        address, listener = None, None
+        host = _host() if shares_memory() else ""
+        if host:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            name = f"\0shardkit-{secrets.token_hex(16)}"  # Not in the file system.
+            listener.bind(name)
+            listener.listen(_NUM_USES * _MAX_RANKS)
+            listener.settimeout(CONNECT_S)
+            address = _Address(host, name, secrets.token_bytes(_TOKEN_NBYTES), os.getpid())
+        addresses = exchange(address, group, of)
+        if listener is None or any(each is None or each.host != host for each in addresses):
+            return None
+        rank = group.rank()
+        found: dict[tuple[int, int], socket.socket] = {}
+        is_connected = False
+        with contextlib.suppress(OSError):  # The system may forbid parts of this.
+            _meet(listener, rank, addresses, found)
+            is_connected = True
+        if not all(exchange(is_connected, group, of)):
+            for connection in found.values():
+                connection.close()
+            return None
+    for connection in found.values():
+        connection.setblocking(True)
+    others = [other for other in range(group.size()) if other != rank]
+    messages, reads = ([found[use, other] for other in others] for use in range(_NUM_USES))
+    return HostLinks(messages, reads, [addresses[other].pid for other in others])
+
+
+def _host() -> str:
+    """Return a text that is equal for processes that can be connected; empty: this one cannot."""
+    if hasattr(os, "memfd_create"):
+        with contextlib.suppress(OSError):
+            return f"{boot_and_namespace()}{Path('/proc/self/ns/net').readlink()}"
+    return ""
+
+
+def _meet(
+    listener: socket.socket,
+    rank: int,
+    addresses: Sequence[_Address],
+    found: dict[tuple[int, int], socket.socket],
+) -> None:
+    """Connect to the ranks before this one, and accept connections of those after it.
+
+    Args:
+        listener: Socket at which this rank waits.
+        rank: Position of this rank.
+        addresses: Address of each rank.
+        found: Dict to be filled with the connections, by use and rank.
+    """
+    for other, address in enumerate(addresses[:rank]):
+        for use in range(_NUM_USES):
+            connection = found[use, other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(CONNECT_S)
+            connection.connect(address.name)
+            connection.send(address.token + bytes([use, rank]))
+    while len(found) < _NUM_USES * (len(addresses) - 1):
+        connection, _ = listener.accept()
+        connection.settimeout(CONNECT_S)
+        hello = connection.recv(_TOKEN_NBYTES + 2)
+        if secrets.compare_digest(hello[:_TOKEN_NBYTES], addresses[rank].token):
+            use, other = hello[_TOKEN_NBYTES:]
+            found[use, other] = connection
+        else:  # The connection is another program's.
+            connection.close()
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def is_sent(connection: socket.socket, message: bytes, descriptor: int | None = None) -> bool:
+    """Send a message if there is room for it; return False if it must be sent again later.
+
+    A message for a process that has ended is lost: whoever waits for that process will notice.
+
+    Args:
+        connection: Connection of a rank.
+        message: Message that travels as a whole.
+        descriptor: Descriptor of a file that travels with it.
+    """
+    try:
+        if descriptor is None:
+            connection.send(message, socket.MSG_DONTWAIT)
+        else:  # Not `send_fds`, which ignores its flags.
+            extra = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", descriptor))
+            connection.sendmsg([message], [extra], socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno not in _SHORTAGES
+    return True

@@ -1,0 +1,16 @@
+"""Connections between ranks of one host, all of them in this process."""
+
+from __future__ import annotations
+
+import socket
+
+
+def connections(size: int) -> list[list[socket.socket]]:
+    """Return a connection with each other rank, in rank order, for each of some ranks."""
+    found: list[list[socket.socket]] = [[] for _ in range(size)]
+    for low in range(size):
+        for high in range(low + 1, size):
+            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for rank, end in zip((low, high), ends, strict=True):
+                found[rank].append(end)
+    return found
