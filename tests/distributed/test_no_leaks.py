@@ -22,14 +22,17 @@ if typing.TYPE_CHECKING:
 
 def train_and_drop(num_models: int) -> tuple[int, int]:
     """Return how many threads and modules of dropped models are left."""
-    init_device_mesh("cpu", (2,))  # Starts the threads that answer others, once in a process.
-    before = threading.active_count()
     modules = []
-    for _ in range(num_models):
+
+    def train() -> None:
         model = fully_shard(nn.Linear(4, 4))
         model(torch.ones(1, 4)).sum().backward()
         modules.append(weakref.ref(model))
-    del model
+
+    train()  # Starts the threads that serve all models: they answer others, and read from them.
+    before = threading.active_count()
+    for _ in range(num_models):
+        train()
     gc.collect()
     until(lambda: threading.active_count() <= before)  # The watching threads notice in a period.
     alive = sum(reference() is not None for reference in modules)

@@ -143,14 +143,16 @@ class _Reader:
             exchange.fail(self._error)
 
     def run(self) -> None:
-        """Read and answer until the other end of `waker` is closed."""
+        """Read and answer until all others are lost, or the other end of `waker` is closed."""
+        reason = "the other ranks have ended"
         try:
-            while True:
+            while any(peer.error is None for peer in self._peers):
                 self._go_on()
         except Exception as error:  # noqa: BLE001 - nothing else would end the waits
-            self._error = str(error)
+            reason = str(error) or type(error).__name__
         for peer in self._peers:
-            self._lose(peer, self._error)
+            self._lose(peer, reason)
+        self._error = self._peers[0].error or reason
         for _, exchange in self._started:
             exchange.fail(self._error)
         self._wakened.close()
@@ -223,9 +225,9 @@ class _Reader:
         if exchange is not None and exchange.note_done(peer.place):
             del self._open[key]
 
-    def _lose(self, peer: _Peer, error: str | None) -> None:
+    def _lose(self, peer: _Peer, error: str) -> None:
         """End the exchanges that still need a rank, and close its connection."""
-        peer.error = peer.error or error or "an error without a text"
+        peer.error = peer.error or error
         peer.connection.close()
         for key, exchange in [*self._open.items()]:
             if exchange.num_missing[peer.place]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -85,6 +86,7 @@ def connect(group: dist.ProcessGroup) -> HostLinks | None:
         address, listener = None, None
         host = _host() if shares_memory() else ""
         if host:
+            _let_siblings_read()
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             name = f"\0shardkit-{secrets.token_hex(16)}"  # Not in the file system.
             listener.bind(name)
@@ -117,6 +119,24 @@ def _host() -> str:
         with contextlib.suppress(OSError):
             return f"{boot_and_namespace()}{Path('/proc/self/ns/net').readlink()}"
     return ""
+
+
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_PR_SET_PTRACER = 0x59616D61
+_ONLY_DESCENDANTS = "1"
+_INIT = 1
+
+
+def _let_siblings_read() -> None:
+    """Let the processes that this one's parent has started read from this one.
+
+    Where Linux restricts this (``kernel.yama.ptrace_scope`` is 1), a process can name another one
+    that may, with its descendants. The parent of ranks is their launcher. If it has ended, none is
+    named: any process would be a descendant.
+    """
+    with contextlib.suppress(OSError):
+        if _PTRACE_SCOPE.read_text().strip() == _ONLY_DESCENDANTS and os.getppid() != _INIT:
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def _meet(

@@ -248,6 +248,18 @@ def test_sizes_that_differ_are_not_read() -> None:
         assert int(started.found[0][0]) == -1
 
 
+def test_the_threads_end_with_the_connections() -> None:
+    """Objects may live longer than their process group."""
+    ranks = connected(3)
+    ranks[0].close()
+    ranks[1].close()
+    for direct in ranks:
+        direct._thread.join(timeout=10)  # noqa: SLF001
+        assert not direct._thread.is_alive()  # noqa: SLF001
+        with pytest.raises(RuntimeError, match="closed"):
+            start(direct, [1, 1]).exchange.wait()
+
+
 def test_any_error_of_the_thread_ends_the_waits() -> None:
     first, second = connected(2)
     with mock.patch.object(direct_reads, "_read_memory", side_effect=ValueError("a fault")):

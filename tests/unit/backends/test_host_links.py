@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import typing
+from types import SimpleNamespace
 
 import pytest
 
 from shardkit import StateError
 from shardkit._settings import shares_memory
 from shardkit.backends import host_links
+
+if typing.TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(("text", "is_wanted"), [("0", False), ("1", True), ("no", False)])
@@ -59,3 +65,23 @@ def test_who_does_not_know_the_secret_is_turned_away() -> None:
             assert friend.recv(7) == b"welcome"
         for each in (*strangers, *friends, *found.values()):
             each.close()
+
+
+@pytest.mark.parametrize(
+    ("scope", "parent", "is_named"),
+    [("0\n", 7, False), ("1\n", 7, True), ("1\n", 1, False), ("2\n", 7, False), (None, 7, False)],
+)
+def test_where_linux_asks_for_it_the_launcher_is_named(
+    scope: str | None, parent: int, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of the tests may have no such restriction: what it is told is noted."""
+    path, told = tmp_path / "ptrace_scope", list[typing.Any]()
+    if scope is not None:
+        path.write_text(scope)
+    monkeypatch.setattr(host_links, "_PTRACE_SCOPE", path)
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    library = SimpleNamespace(prctl=lambda *args: told.append(args))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    host_links._let_siblings_read()  # noqa: SLF001
+    named = [(option, int(pid.value)) for option, pid, *_ in told]
+    assert named == ([(0x59616D61, 7)] if is_named else [])
