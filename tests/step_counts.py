@@ -12,6 +12,7 @@ Counts of Python's calls are those of one version of Python and torch. Elsewhere
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import os
 import platform
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardkit
 from shardkit import _events
-from shardkit.backends import shared_memory
+from shardkit.backends import direct_reads, shared_memory
 
 if typing.TYPE_CHECKING:
     import types
@@ -205,20 +206,23 @@ def counts_of(steps: Mapping[str, Callable[[], object]]) -> Counts:
     with mock.patch.object(shared_memory.Shared, "is_there", return_value=True):
         _count_calls(steps, found)
     memory: collections.Counter[str] = collections.Counter()
-    share = shared_memory.SharedMemory.share
+    ways = {
+        "exchanges in shared memory": (shared_memory.SharedMemory, "share"),
+        "direct reads": (direct_reads.DirectReads, "start"),
+    }
     with _events.observed_by(_events.StepObserver(lambda event: memory.update([event.kind]))):
         for name, run in steps.items():
-            with (
-                Operators() as operators,
-                mock.patch.object(
-                    shared_memory.SharedMemory, "share", autospec=True, side_effect=share
-                ) as shared,
-            ):
+            with Operators() as operators, contextlib.ExitStack() as stack:
+                uses = {
+                    kind: stack.enter_context(
+                        mock.patch.object(*way, autospec=True, side_effect=getattr(*way))
+                    )
+                    for kind, way in ways.items()
+                }
                 run()
             for kind in sorted(operators.counts):
                 found[f"{kind}, {name}"] = operators.counts[kind]
-            if shared.call_count:
-                found[f"exchanges in shared memory, {name}"] = shared.call_count
+            found |= {f"{kind}, {name}": use.call_count for kind, use in uses.items() if use.called}
     for kind in ("gather", "reduce_scatter", "take", "allocate"):
         found[f"events of {kind}"] = memory[kind]
     return found

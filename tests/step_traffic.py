@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from allocated import past_shared_memory
 from shardkit import PlannedTraffic
 from shardkit._module.hooks import state_of
 
@@ -125,6 +126,7 @@ def on_the_wire(model: nn.Module) -> Iterator[dict[str, int]]:
         return all_reduce(tensor, op, **options)
 
     with (
+        past_shared_memory(),
         mock.patch.object(dist, "all_to_all_single", exchange),
         mock.patch.object(dist, "broadcast", send_to_all),
         mock.patch.object(dist, "all_reduce", add_up),

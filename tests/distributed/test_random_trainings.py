@@ -7,6 +7,7 @@ import typing
 import pytest
 import torch
 
+from allocated import all_read_directly
 from random_trainings import worst_differences
 from reference import make_mesh
 
@@ -27,4 +28,20 @@ def test_any_training_equals_the_plain_one(
     spawn: Spawn, shape: tuple[int, ...], numbers: range
 ) -> None:
     for found in spawn(differences, torch.Size(shape).numel(), numbers, shape):
+        assert max(found.values()) < 1e-12, found
+
+
+def differences_of_direct_reads(numbers: range) -> dict[int, float]:
+    with all_read_directly():
+        return worst_differences(numbers, make_mesh((torch.distributed.get_world_size(),)))
+
+
+@pytest.mark.parametrize(
+    ("size", "numbers"), [(2, range(80, 110)), (4, range(110, 118))], ids=["2 ranks", "4 ranks"]
+)
+def test_trainings_whose_ranks_read_from_each_other(
+    spawn: Spawn, size: int, numbers: range
+) -> None:
+    """Ranks that use different layers start exchanges, and wait for them, in different orders."""
+    for found in spawn(differences_of_direct_reads, size, numbers):
         assert max(found.values()) < 1e-12, found

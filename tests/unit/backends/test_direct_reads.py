@@ -52,7 +52,7 @@ def start(
     return Started(direct.start(sources, found, lane), found)
 
 
-@pytest.mark.parametrize("numel", [1, 100, 1_000_003])
+@pytest.mark.parametrize("numel", [1, 100, 100_003])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_each_rank_gets_what_the_others_have_for_it(size: int, numel: int) -> None:
     ranks = connected(size)
