@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from allocated import past_shared_memory
 from matrix_cases import (
     CLASSES,
     compute_gradients,
@@ -75,6 +76,7 @@ def counted(into: list[Sent]) -> Iterator[None]:
         return reduce(tensor, *rest, **more)
 
     with (
+        past_shared_memory(),
         mock.patch.object(dist, "all_to_all_single", all_to_all),
         mock.patch.object(dist, "all_reduce", all_reduce),
     ):

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Handle, Reduction
     from shardkit.backends.device import Event
-    from shardkit.backends.direct_reads import DirectReads
+    from shardkit.backends.direct_reads import DirectExchange, DirectReads
     from shardkit.backends.process_group import CustomCollective
     from shardkit.backends.shared_memory import Shared, SharedMemory
     from shardkit.backends.watch.watchdog import Issued
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 # --- a mesh axis over gloo ------------------------------------------------------------------------
 
+
+_GATHERS, _REDUCTIONS = range(2)
+"""Lanes, each with its own order, since ranks that use different modules order them differently."""
 
 _SHARED_NBYTES = 2 << 20
 """Larger transfers bypass the memory that ranks share: it never shrinks, and takes two copies."""
@@ -95,14 +98,33 @@ class GlooAxis(ProcessGroupAxis):
         """See `PeerAxis.start_all_to_all`."""
         if self.size == 1:
             return WorkHandle([], None)
-        return start_host_all_to_all(job, self.group)
+        if self.direct is None:
+            return start_host_all_to_all(job, self.group)
+        issued = self.issue("all-to-all", job.of, job.total_nbytes)
+        sources, targets = job.send.split(job.send_nbytes), job.receive.split(job.receive_nbytes)
+        return WorkHandle([self.start_reads(sources, targets, _GATHERS)], issued)
+
+    def start_reads(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], lane: int
+    ) -> DirectExchange:
+        """Start direct reads; a rank copies its own data, unless it is there already.
+
+        Args:
+            sources: What each rank reads, in rank order.
+            targets: Where this rank needs the data of each rank, in rank order.
+            lane: Lane in whose order all ranks start this.
+        """
+        assert self.direct is not None
+        others, places = list(sources), list(targets)
+        own, place = others.pop(self.rank), places.pop(self.rank)
+        if place.data_ptr() != own.data_ptr():
+            place.copy_(own)
+        return self.direct.start(others, places, lane)
 
 
 # --- reduce-scatter -------------------------------------------------------------------------------
 
 _MAX_STAGED_NBYTES = 2 << 20
-_GATHERS, _REDUCTIONS = range(2)
-"""Lanes, each with its own order, since ranks that use different modules order them differently."""
 
 
 class ExchangeHandle:
@@ -330,10 +352,9 @@ def _start_all_to_all(receive: Tensor, send: Tensor, axis: GlooAxis, of: str) ->
     splits = [rows.shape[1]] * axis.size
     if axis.direct is not None:
         targets = list(receive.view(-1, rows.shape[1]))
-        if sends_own(axis):
-            targets.pop(axis.rank).copy_(rows[axis.rank])
-        sources = [row for rank, row in enumerate(rows) if rank != axis.rank]
-        return WorkHandle([axis.direct.start(sources, targets, _REDUCTIONS)], issued)
+        if not sends_own(axis):
+            targets.insert(axis.rank, rows[axis.rank])
+        return WorkHandle([axis.start_reads(rows.unbind(), targets, _REDUCTIONS)], issued)
     if not sends_own(axis):
         splits[axis.rank] = 0
         rows = rows[1:] if axis.rank == 0 else rows[:-1]
@@ -404,9 +425,8 @@ def _start_all_gather(gather: Gather, axis: GlooAxis) -> Sequence[Handle | None]
     if axis.size == 1:
         return []
     if axis.direct is not None:
-        targets = list(full.view(axis.size, -1))
-        del targets[axis.rank]
-        return [axis.direct.start([own] * len(targets), targets, _GATHERS)]
+        targets = full.view(axis.size, -1).unbind()
+        return [axis.start_reads([own] * axis.size, targets, _GATHERS)]
     if axis.size == 2:  # noqa: PLR2004 - each needs just what the other has
         other = full.view(2, -1)[1 - axis.rank]
         splits = [own.numel(), own.numel()]
