@@ -150,9 +150,12 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
         batch = map_tensors(torch.empty_like, run.batch)
         for tensor in iter_tensors(batch):
             meter.label(tensor, "batch", "batch")
+        # Buffers, and parameters that no group has, were made before the meter came.
         for name, buffer in model.named_buffers():
-            meter.label(buffer, "buffers", name)
+            meter.note(_local(buffer))
+            meter.label(_local(buffer), "buffers", name)
         for name, param in model.named_parameters():
+            meter.note(_local(param))
             meter.label(_local(param), "parameters", name)
         optimizer = _optimizer(run, model)
         with (

@@ -183,6 +183,25 @@ def test_offloaded_shards_and_state_are_on_the_host() -> None:
     assert found.host_nbytes > 3 * planned().between_steps["parameters"]
 
 
+class Offset(nn.Module):
+    """A layer with a buffer, which no operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.register_buffer("table", torch.zeros(1000, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) + self.table.sum(0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_buffers_are_counted(device: str) -> None:
+    model = Offset()
+    found = planned(model, device=device).between_steps["buffers"]
+    assert model.table.nbytes <= found < model.table.nbytes + 1024
+
+
 def test_a_policy_halves_what_is_unsharded() -> None:
     wide = planned().most_of_kind["unsharded"]
     narrow = planned(mp_policy=MixedPrecisionPolicy(torch.bfloat16)).most_of_kind["unsharded"]
