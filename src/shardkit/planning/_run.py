@@ -113,6 +113,22 @@ def on_meta(module: nn.Module) -> nn.Module:
     return result
 
 
+def options_for(copied: nn.Module, of: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which parameters of a model, such as ignored ones, are those of a copy."""
+    copies = dict(zip(of.parameters(), copied.parameters(), strict=True))
+
+    def found(value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            return copies.get(value, value)
+        if isinstance(value, dict):
+            return {key: found(each) for key, each in value.items()}
+        if type(value) in {set, frozenset, list, tuple}:
+            return type(value)(map(found, value))
+        return value
+
+    return {name: found(value) for name, value in options.items()}
+
+
 def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
     """Return a batch as the arguments of a model, on meta."""
     moved = map_tensors(functools.partial(torch.empty_like, device="meta"), batch)
@@ -146,7 +162,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
         if run.shard is not None:
             run.shard(model, mesh)
         else:
-            auto_shard(model, mesh=mesh, **run.options)
+            auto_shard(model, mesh=mesh, **options_for(model, run.model, run.options))
         batch = map_tensors(torch.empty_like, run.batch)
         for tensor in iter_tensors(batch):
             meter.label(tensor, "batch", "batch")

@@ -202,6 +202,18 @@ def test_buffers_are_counted(device: str) -> None:
     assert model.table.nbytes <= found < model.table.nbytes + 1024
 
 
+@pytest.mark.parametrize("as_option", [True, False])
+def test_ignored_parameters_stay_whole(as_option: bool) -> None:
+    model = Offset()
+    without = planned(model).between_steps["parameters"]
+    kept = nn.Parameter(torch.zeros(1000, WIDTH), requires_grad=False)
+    model.blocks[0].kept = kept
+    ignored: typing.Any = {"ignored_params": {kept}}
+    options = ignored if as_option else {"policy": {"blocks.*": ignored, "": ignored}}
+    found = planned(model, **options)
+    assert found.between_steps["parameters"] == without + kept.nbytes
+
+
 def test_a_policy_halves_what_is_unsharded() -> None:
     wide = planned().most_of_kind["unsharded"]
     narrow = planned(mp_policy=MixedPrecisionPolicy(torch.bfloat16)).most_of_kind["unsharded"]
