@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from shardkit._errors import ConfigError
+from shardkit._errors import ConfigError, OptimizerError
 from shardkit._events import observed_by
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.hooks import groups_in
@@ -283,14 +283,14 @@ def _named_modules(model: nn.Module, meter: MemoryMeter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(meter: MemoryMeter) -> Iterator[None]:
-    """Name the module if an operator needs values, or a tensor that is not on meta.
+    """Name the module, or the optimizer, if it needs values or a tensor that is not on meta.
 
     Raises:
         ConfigError: An operator does.
     """
     try:
         yield
-    except (NotImplementedError, RuntimeError, TypeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError, OptimizerError) as error:
         text, where = str(error), meter.failed or "the model"
         if "meta" not in text.lower():
             raise
@@ -303,6 +303,12 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
             msg = (
                 f"a plan computes on meta, and the forward of {where} has a tensor elsewhere: "
                 f"{text} Make it a buffer of the model (register_buffer)."
+            )
+        if meter.observer.phase == "optimizer":
+            msg = (
+                f"a plan computes nothing, and a step of the optimizer needs values, or a device "
+                f"other than meta: {text} Plan with a plain optimizer that has as much state, such "
+                f"as torch.optim.AdamW without fused=True."
             )
         raise ConfigError(msg) from error
 

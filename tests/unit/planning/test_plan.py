@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import typing
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from planned_runs import Mlp
 from shardkit import (
@@ -19,6 +21,7 @@ from shardkit import (
     StateError,
     plan,
 )
+from shardkit.optim import LocalOptimizer
 
 WIDTH = 256  # A block has more than 1 MiB, so it travels alone.
 ROWS = torch.empty(1024, WIDTH, device="meta")
@@ -254,6 +257,13 @@ def test_a_model_that_needs_values_is_named() -> None:
     with pytest.raises(ConfigError, match="forward of the root needs values"):
         planned(ByValue())
     planned()  # Nothing of the failed plan is left.
+
+
+def test_an_optimizer_that_needs_values_or_a_device_is_not_taken_for_the_model() -> None:
+    fused = functools.partial(torch.optim.SGD, fused=True)
+    for optimizer in (torch.optim.Rprop, fused, lambda params: LocalOptimizer(params, AdamW)):
+        with pytest.raises(ConfigError, match="a step of the optimizer needs values"):
+            planned(optimizer=optimizer)
 
 
 def test_a_model_that_trains_nothing_is_refused() -> None:
