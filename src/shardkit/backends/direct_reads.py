@@ -49,8 +49,8 @@ class DirectExchange:
     Until `wait` returns, nobody may change what the others read, or use what this rank reads into.
 
     Args:
-        sources: What each other rank reads, in rank order.
-        targets: Where this rank reads the data of each other rank, in rank order.
+        sources: Tensors that the other ranks read, in rank order.
+        targets: Tensors to be filled by what the other ranks have, in rank order.
         of: Exchanges that all end when this one is not done in time.
     """
 
@@ -104,7 +104,7 @@ class DirectExchange:
 # --- the thread that reads ------------------------------------------------------------------------
 
 
-class _Peer:
+class _OtherRank:
     """Another rank, as the thread sees it."""
 
     def __init__(self, place: int, connection: socket.socket, pid: int) -> None:
@@ -126,7 +126,7 @@ class _Peer:
 class _Reader:
     """What the thread works with. Other threads only start exchanges, and end the thread."""
 
-    def __init__(self, peers: Sequence[_Peer]) -> None:
+    def __init__(self, peers: Sequence[_OtherRank]) -> None:
         self.waker, self._wakened = socket.socketpair()
         self._peers = peers
         self._started: deque[tuple[int, DirectExchange]] = deque()  # With their lanes.
@@ -192,7 +192,7 @@ class _Reader:
             if key in peer.offers:
                 self._read(peer, key, *peer.offers.pop(key))
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: _OtherRank) -> None:
         message = _received(peer.connection, _MESSAGE.size)
         kind, lane, number, address, nbytes = _MESSAGE.unpack(message)
         key = lane, number
@@ -203,7 +203,7 @@ class _Reader:
         else:
             peer.offers[key] = address, nbytes
 
-    def _read(self, peer: _Peer, key: tuple[int, int], address: int, nbytes: int) -> None:
+    def _read(self, peer: _OtherRank, key: tuple[int, int], address: int, nbytes: int) -> None:
         """Read what a rank offers, and say so."""
         exchange = self._open.get(key)
         if exchange is None:  # Another rank was lost.
@@ -220,12 +220,12 @@ class _Reader:
         peer.send(_READ, *key, 0, 0)
         self._note_done(peer, key)
 
-    def _note_done(self, peer: _Peer, key: tuple[int, int]) -> None:
+    def _note_done(self, peer: _OtherRank, key: tuple[int, int]) -> None:
         exchange = self._open.get(key)
         if exchange is not None and exchange.note_done(peer.place):
             del self._open[key]
 
-    def _lose(self, peer: _Peer, error: str) -> None:
+    def _lose(self, peer: _OtherRank, error: str) -> None:
         """End the exchanges that still need a rank, and close its connection."""
         peer.error = peer.error or error
         peer.connection.close()
@@ -297,7 +297,7 @@ class DirectReads:
         self._connections = connections
         self.timeout_s = timeout_s
         peers = zip(range(len(pids)), connections, pids, strict=True)
-        self._reader = _Reader([_Peer(*each) for each in peers])
+        self._reader = _Reader([_OtherRank(*each) for each in peers])
         self._pid = os.getpid()
         run, name = self._reader.run, "shardkit-reads"
         self._thread = threading.Thread(target=run, name=name, daemon=True)

@@ -70,7 +70,7 @@ class GlooAxis(ProcessGroupAxis):
     Attributes:
         reduce_group: Second process group, when it is made.
         shared: Memory that the ranks share; None if they cannot.
-        direct: How they read what they do not share from each other; None: gloo sends it.
+        direct: Direct reads of what they do not share; None: gloo sends it.
     """
 
     reduce_group: dist.ProcessGroup | None = None
@@ -110,8 +110,8 @@ class GlooAxis(ProcessGroupAxis):
         """Start direct reads; a rank copies its own data, unless it is there already.
 
         Args:
-            sources: What each rank reads, in rank order.
-            targets: Where this rank needs the data of each rank, in rank order.
+            sources: Tensors that the ranks read, in rank order.
+            targets: Tensors to be filled by what the ranks have, in rank order.
             lane: Lane in whose order all ranks start this.
         """
         assert self.direct is not None

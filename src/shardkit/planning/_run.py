@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from shardkit._errors import ConfigError
+from shardkit._errors import ConfigError, OptimizerError
 from shardkit._events import observed_by
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.hooks import groups_in
@@ -113,6 +113,22 @@ def on_meta(module: nn.Module) -> nn.Module:
     return result
 
 
+def options_for(copied: nn.Module, of: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which parameters of a model, such as ignored ones, are those of a copy."""
+    copies = dict(zip(of.parameters(), copied.parameters(), strict=True))
+
+    def found(value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            return copies.get(value, value)
+        if isinstance(value, dict):
+            return {key: found(each) for key, each in value.items()}
+        if type(value) in {set, frozenset, list, tuple}:
+            return type(value)(map(found, value))
+        return value
+
+    return {name: found(value) for name, value in options.items()}
+
+
 def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
     """Return a batch as the arguments of a model, on meta."""
     moved = map_tensors(functools.partial(torch.empty_like, device="meta"), batch)
@@ -146,13 +162,16 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
         if run.shard is not None:
             run.shard(model, mesh)
         else:
-            auto_shard(model, mesh=mesh, **run.options)
+            auto_shard(model, mesh=mesh, **options_for(model, run.model, run.options))
         batch = map_tensors(torch.empty_like, run.batch)
         for tensor in iter_tensors(batch):
             meter.label(tensor, "batch", "batch")
+        # Buffers, and parameters that no group has, were made before the meter came.
         for name, buffer in model.named_buffers():
-            meter.label(buffer, "buffers", name)
+            meter.note(_local(buffer))
+            meter.label(_local(buffer), "buffers", name)
         for name, param in model.named_parameters():
+            meter.note(_local(param))
             meter.label(_local(param), "parameters", name)
         optimizer = _optimizer(run, model)
         with (
@@ -264,14 +283,14 @@ def _named_modules(model: nn.Module, meter: MemoryMeter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(meter: MemoryMeter) -> Iterator[None]:
-    """Name the module if an operator needs values, or a tensor that is not on meta.
+    """Name the module, or the optimizer, if it needs values or a tensor that is not on meta.
 
     Raises:
         ConfigError: An operator does.
     """
     try:
         yield
-    except (NotImplementedError, RuntimeError, TypeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError, OptimizerError) as error:
         text, where = str(error), meter.failed or "the model"
         if "meta" not in text.lower():
             raise
@@ -284,6 +303,12 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
             msg = (
                 f"a plan computes on meta, and the forward of {where} has a tensor elsewhere: "
                 f"{text} Make it a buffer of the model (register_buffer)."
+            )
+        if meter.observer.phase == "optimizer":
+            msg = (
+                f"a plan computes nothing, and a step of the optimizer needs values, or a device "
+                f"other than meta: {text} Plan with a plain optimizer that has as much state, such "
+                f"as torch.optim.AdamW without fused=True."
             )
         raise ConfigError(msg) from error
 

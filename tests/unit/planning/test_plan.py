@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import typing
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from planned_runs import Mlp
 from shardkit import (
@@ -19,6 +21,7 @@ from shardkit import (
     StateError,
     plan,
 )
+from shardkit.optim import LocalOptimizer
 
 WIDTH = 256  # A block has more than 1 MiB, so it travels alone.
 ROWS = torch.empty(1024, WIDTH, device="meta")
@@ -183,6 +186,37 @@ def test_offloaded_shards_and_state_are_on_the_host() -> None:
     assert found.host_nbytes > 3 * planned().between_steps["parameters"]
 
 
+class Offset(nn.Module):
+    """A layer with a buffer, which no operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.register_buffer("table", torch.zeros(1000, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) + self.table.sum(0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_buffers_are_counted(device: str) -> None:
+    model = Offset()
+    found = planned(model, device=device).between_steps["buffers"]
+    assert model.table.nbytes <= found < model.table.nbytes + 1024
+
+
+@pytest.mark.parametrize("as_option", [True, False])
+def test_ignored_parameters_stay_whole(as_option: bool) -> None:
+    model = Offset()
+    without = planned(model).between_steps["parameters"]
+    kept = nn.Parameter(torch.zeros(1000, WIDTH), requires_grad=False)
+    model.blocks[0].kept = kept
+    ignored: typing.Any = {"ignored_params": {kept}}
+    options = ignored if as_option else {"policy": {"blocks.*": ignored, "": ignored}}
+    found = planned(model, **options)
+    assert found.between_steps["parameters"] == without + kept.nbytes
+
+
 def test_a_policy_halves_what_is_unsharded() -> None:
     wide = planned().most_of_kind["unsharded"]
     narrow = planned(mp_policy=MixedPrecisionPolicy(torch.bfloat16)).most_of_kind["unsharded"]
@@ -223,6 +257,13 @@ def test_a_model_that_needs_values_is_named() -> None:
     with pytest.raises(ConfigError, match="forward of the root needs values"):
         planned(ByValue())
     planned()  # Nothing of the failed plan is left.
+
+
+def test_an_optimizer_that_needs_values_or_a_device_is_not_taken_for_the_model() -> None:
+    fused = functools.partial(torch.optim.SGD, fused=True)
+    for optimizer in (torch.optim.Rprop, fused, lambda params: LocalOptimizer(params, AdamW)):
+        with pytest.raises(ConfigError, match="a step of the optimizer needs values"):
+            planned(optimizer=optimizer)
 
 
 def test_a_model_that_trains_nothing_is_refused() -> None:
