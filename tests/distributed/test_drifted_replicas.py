@@ -6,9 +6,12 @@ import typing
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from models import CASES
 from reference import make_mesh, my_batch, shard
+from shardkit import fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -46,3 +49,26 @@ def test_all_ranks_hear_of_one_element(spawn: Spawn) -> None:
 
 def test_without_replicas_there_is_nothing_to_compare(spawn: Spawn) -> None:
     assert spawn(drift, 2, 1, (2,)) == [""] * 2
+
+
+class Scaled(nn.Module):
+    """The second weight is used if it has a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+
+    def forward(self, factor: float) -> Tensor:
+        result = self.first.sum()
+        return result + factor * self.second.sum() if factor else result
+
+
+@on_ranks(2)
+def test_replicas_add_micro_batches_in_one_order() -> None:
+    model = fully_shard(Scaled(), mesh=make_mesh((2, 1)))
+    # Where only rank 0 uses the second weight, the average is 1. Added after 1e8, it is lost.
+    factors = [2.0 if dist.get_rank() == 0 else 0.0, 1e8, -1e8]
+    for factor in factors:
+        model.set_is_last_backward(factor is factors[-1])
+        model(factor).backward()
+    assert torch.equal(model.second.grad.to_local(), torch.zeros(3))

@@ -234,6 +234,8 @@ class BucketGradients:
     def assign(self, out: Tensor) -> None:
         """Assign a reduced gradient, 1-D and as long as the shard, to parameters that fired."""
         bucket, store, fired = self.bucket, self.bucket.store, self.fired
+        if self._unsettled:
+            self._assign_fired_since()
         flat = out if store.keeps_flats else None
         if flat is not None and all(fired) and (before := _flat_of_grads(bucket)) is not None:
             before.add_(flat)
@@ -250,6 +252,15 @@ class BucketGradients:
                 assign_grad(param, store.piece(out, index), spec, flat)
             else:  # The same as `assign_grad`, with fewer calls for each gradient.
                 param.grad = ShardedTensor.over(flat, spec)
+
+    def _assign_fired_since(self) -> None:
+        """Assign earlier gradients of parameters that fired since: replicas add in one order."""
+        waiting, self._unsettled = self._unsettled, []
+        for index, piece in waiting:
+            if self.fired[index]:
+                assign_grad(self.bucket.entries[index].param, piece, self.bucket.store.specs[index])
+            else:
+                self._unsettled.append((index, piece))
 
     def settle(self, used_anywhere: Sequence[int]) -> None:
         """Assign the gradients of parameters that only other ranks used.

@@ -201,7 +201,7 @@ class Exchange:
         self._work: WorkHandle | None = None
         axis = reduction.shard_axis
         assert isinstance(axis, GlooAxis)
-        if axis.size == 1:
+        if axis.size == 1 or not reduction.send.numel():  # One rank, or empty parameters only.
             return
         if reduction.comm is not None:
             assert axis.reduce_group is not None
