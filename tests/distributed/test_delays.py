@@ -205,9 +205,11 @@ def test_a_thousand_steps_of_ranks_that_are_alike(spawn: Spawn, tmp_path: pathli
     # Other processes of the machine may take a processor from one rank for a while: that is no
     # delay of the test, but one of the rank.
     assert len(trace.late) <= 1, trace.late
-    # Ranks of one host have one clock, which each compares as if it had its own.
-    clocks = [record.header.clock for record in trace.records]
-    assert max(abs(clock.offset_s) + clock.error_s for clock in clocks) < 50e-6
+    # Ranks of one host have one clock, which each compares as if it had its own: all that it finds
+    # is an error, and it says how large that may be.
+    for clock in (record.header.clock for record in trace.records):
+        assert abs(clock.offset_s) < 50e-6
+        assert abs(clock.offset_s) <= clock.error_s
 
 
 @contextlib.contextmanager
@@ -237,7 +239,7 @@ def train_with_less_processor(folder: str, late: int) -> None:
     is_late = mesh.get_rank() == late
     quota = a_part_of_a_processor(0.6) if is_late else contextlib.nullcontext()
     with quota, record(model, folder):
-        for _ in range(12):
+        for _ in range(40):  # Steps of such a rank vary by 10 %.
             model(torch.randn(2048, 512)).square().mean().backward()
 
 

@@ -22,7 +22,9 @@ rank's link makes that rank or others wait (`exposed`) is compared in the same w
   deviations, by more than 2 % of all time together. If that holds for more than three quarters of
   all steps, the rank is slow.
 
-If a rank is slow in several phases, as when its processor is slower, each phase is named.
+Less than 1 ms is no delay: processes that are alike differ by so much for hundreds of steps, for
+example by page faults. If a rank is slow in several phases, as when its processor is slower, each
+phase is named.
 
 Three of five independent normal values are above 3.1 deviations once in 100 million windows. This
 is not the rate of false alarms: a deviation is an estimate, and times are neither independent nor
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from shardkit.tracing.exposed import TimeSlice
 
 WINDOW = 5
-_LEAST = 0.02
+_LEAST, _LEAST_S = 0.02, 0.001
 _DEVIATIONS = 3.1
 _PARTS = 4
 _MOST_ALIKE = 0.97  # A correlation that leaves one of 66 values.
@@ -223,7 +225,7 @@ def _judge(
     level, change = 0.0, max(pooled, _deviation(_changes(values)))
     for width in (*(width for width in doubled if width < number), number):
         # A median of more values varies less.
-        least = max(_LEAST * step_s, _DEVIATIONS * pooled * math.sqrt(WINDOW / width))
+        least = max(_LEAST * step_s, _LEAST_S, _DEVIATIONS * pooled * math.sqrt(WINDOW / width))
         is_short = width * _PARTS < number
         for begin in range(number - width if is_short else 0, number - width + 1, width // WINDOW):
             stop = begin + width
@@ -238,7 +240,7 @@ def _judge(
         return "slow", list(_extent(values, level))
     middle = statistics.median(values)
     noise = max(pooled, _deviation([abs(value - middle) for value in values]))
-    spike = max(_SPIKE * step_s, _SPIKE_DEVIATIONS * noise)
+    spike = max(_SPIKE * step_s, _LEAST_S, _SPIKE_DEVIATIONS * noise)
     spikes = [i for i, value in enumerate(values) if value > spike]
     is_much = sum(values[i] for i in spikes) > _LEAST * step_s * number
     is_most = len(spikes) * _PARTS > number * (_PARTS - 1)
