@@ -207,7 +207,7 @@ def test_a_thousand_steps_of_ranks_that_are_alike(spawn: Spawn, tmp_path: pathli
     assert len(trace.late) <= 1, trace.late
     # Ranks of one host have one clock, which each compares as if it had its own: all that it finds
     # is an error, and it says how large that may be.
-    for clock in (record.header.clock for record in trace.records):
+    for clock in (of_rank.header.clock for of_rank in trace.records):
         assert abs(clock.offset_s) < 50e-6
         assert abs(clock.offset_s) <= clock.error_s
 
