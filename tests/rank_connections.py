@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import socket
 
+from hypothesis import strategies as st
+
+GATHERS, REDUCTIONS = range(2)
+
+SIX_TRANSFERS = {
+    "order": st.permutations(range(6)),
+    "sizes": st.lists(st.integers(1, 300_000), min_size=6, max_size=6),
+    "lanes": st.lists(st.sampled_from([GATHERS, REDUCTIONS]), min_size=6, max_size=6),
+}
+"""Order in which a rank waits for six transfers, and their sizes and lanes."""
+
 
 def connections(size: int) -> list[list[socket.socket]]:
     """Return a connection with each other rank, in rank order, for each of some ranks."""

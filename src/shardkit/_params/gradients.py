@@ -234,8 +234,8 @@ class BucketGradients:
     def assign(self, out: Tensor) -> None:
         """Assign a reduced gradient, 1-D and as long as the shard, to parameters that fired."""
         bucket, store, fired = self.bucket, self.bucket.store, self.fired
-        if self._unsettled:
-            self._assign_fired_since()
+        if self._unsettled:  # Parameters that fired since: all replicas add in one order.
+            self._assign_held(fired)
         flat = out if store.keeps_flats else None
         if flat is not None and all(fired) and (before := _flat_of_grads(bucket)) is not None:
             before.add_(flat)
@@ -253,11 +253,11 @@ class BucketGradients:
             else:  # The same as `assign_grad`, with fewer calls for each gradient.
                 param.grad = ShardedTensor.over(flat, spec)
 
-    def _assign_fired_since(self) -> None:
-        """Assign earlier gradients of parameters that fired since: replicas add in one order."""
-        waiting, self._unsettled = self._unsettled, []
-        for index, piece in waiting:
-            if self.fired[index]:
+    def _assign_held(self, is_due: Sequence[int]) -> None:
+        """Assign held gradients of the parameters that are due; hold the others on."""
+        held, self._unsettled = self._unsettled, []
+        for index, piece in held:
+            if is_due[index]:
                 assign_grad(self.bucket.entries[index].param, piece, self.bucket.store.specs[index])
             else:
                 self._unsettled.append((index, piece))
@@ -268,13 +268,10 @@ class BucketGradients:
         A parameter that no rank used keeps its ``.grad`` as it was: None would become zero, and
         AdamW would decay it.
         """
-        for index, piece in self._unsettled:
-            if used_anywhere[index]:
-                entry, spec = self.bucket.entries[index], self.bucket.store.specs[index]
-                assign_grad(entry.param, piece, spec)
-            else:
-                self._unused.add(self.bucket.entries[index].name)
-        self._unsettled.clear()
+        if self._unsettled:
+            self._assign_held(used_anywhere)
+            self._unused.update(self.bucket.entries[index].name for index, _ in self._unsettled)
+            self._unsettled.clear()
 
     def forget_fired(self) -> None:
         """End a synced backward; tell the user's all-reduce which results no parameter got."""

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,6 @@ _MESSAGE = struct.Struct("<BBQQQ")
 """Kind, lane, number of the exchange, and address and bytes of an offer."""
 
 _OFFER, _READ = range(2)
-_NUM_LANES = 2
 
 
 # --- one exchange ---------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ class _Reader:
         self.waker, self._wakened = socket.socketpair()
         self._peers = peers
         self._started: deque[tuple[int, DirectExchange]] = deque()  # With their lanes.
-        self._num_started = [0] * _NUM_LANES
+        self._num_started: Counter[int] = Counter()  # By lane.
         self._open: dict[tuple[int, int], DirectExchange] = {}  # By lane and number.
         self._error: str | None = None  # Why the thread has ended.
 

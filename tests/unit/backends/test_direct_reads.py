@@ -12,16 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
-from rank_connections import connections
+from rank_connections import GATHERS, REDUCTIONS, SIX_TRANSFERS, connections
 from shardkit.backends import direct_reads
 from shardkit.backends.direct_reads import DirectExchange, DirectReads
 
 if typing.TYPE_CHECKING:
     import socket
-
-GATHERS, REDUCTIONS = range(2)
 
 
 def connected(
@@ -92,18 +89,14 @@ def test_it_is_not_done_before_all_others_have_read() -> None:
         assert started.values() == [2, 3]
 
 
-@given(
-    order=st.permutations(range(6)),
-    sizes=st.lists(st.integers(0, 300_000), min_size=6, max_size=6),
-    lanes=st.lists(st.sampled_from([GATHERS, REDUCTIONS]), min_size=6, max_size=6),
-)
+@given(**SIX_TRANSFERS)
 def test_waits_may_come_in_any_order(
     order: typing.Sequence[int], sizes: typing.Sequence[int], lanes: typing.Sequence[int]
 ) -> None:
     first, second = connected(2)
     mine, theirs = (
         [
-            start(direct, [base + i], numel=numel + 1, lane=lane)
+            start(direct, [base + i], numel=numel, lane=lane)
             for i, (numel, lane) in enumerate(zip(sizes, lanes, strict=True))
         ]
         for direct, base in ((first, 0), (second, 100))

@@ -16,13 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
-from rank_connections import connections
+from rank_connections import GATHERS, REDUCTIONS, SIX_TRANSFERS, connections
 from shardkit.backends import shared_memory
 from shardkit.backends.shared_memory import Shared, SharedMemory
-
-GATHERS, REDUCTIONS = range(2)
 
 
 def connected(size: int, timeout_s: float | None = 20.0) -> list[SharedMemory]:
@@ -60,11 +57,7 @@ def test_it_is_not_there_before_all_have_shared_theirs() -> None:
     assert values(shared) == [2, 3]
 
 
-@given(
-    order=st.permutations(range(6)),
-    sizes=st.lists(st.integers(1, 300_000), min_size=6, max_size=6),
-    lanes=st.lists(st.sampled_from([GATHERS, REDUCTIONS]), min_size=6, max_size=6),
-)
+@given(**SIX_TRANSFERS)
 def test_waits_may_come_in_any_order(
     order: typing.Sequence[int], sizes: typing.Sequence[int], lanes: typing.Sequence[int]
 ) -> None:
