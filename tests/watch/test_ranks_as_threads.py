@@ -8,6 +8,9 @@ import sys
 import textwrap
 
 SCRIPT = """
+import faulthandler
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +18,9 @@ from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.common_utils import run_tests
 
 from shardkit import fully_shard, init_device_mesh
+
+faulthandler.dump_traceback_later(80, exit=True)
+sys.setswitchinterval(1e-6)  # The threads take turns at as many places as they can.
 
 
 def batch(step, rank):

@@ -16,6 +16,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardkit._compat import torch_modules
+from shardkit._compat.once import once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,7 @@ _COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 """Module that has a flag where backwards are compiled."""
 
 
-@functools.cache
+@once
 def wrap_engine(chosen: Callable[..., Any], compiled: Callable[[Any], None]) -> None:
     """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler as _autograd_profiler
 
+from shardkit._compat.once import once
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -42,7 +44,7 @@ def unless_capturing() -> Iterator[bool]:
         yield _num_captures == 0
 
 
-@functools.cache
+@once
 def _note_captures() -> None:
     cls: Any = torch.cuda.CUDAGraph
     begin, end = cls.capture_begin, cls.capture_end

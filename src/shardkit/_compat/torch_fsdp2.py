@@ -14,6 +14,7 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardkit._compat.once import once
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _fsdp2() -> Any:
     return importlib.import_module(_FSDP2)
 
 
-@functools.cache
+@once
 def stage_class() -> type:
     """Return a class whose modules torch's pipelines unshard, reshard and reduce like FSDP2's.
 

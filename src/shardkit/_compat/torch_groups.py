@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 
+from shardkit._compat.once import once
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -44,7 +46,7 @@ def named_group(name: str) -> Iterator[None]:
 _group_names = threading.local()
 
 
-@functools.cache
+@once
 def _wrap_naming() -> None:
     original = getattr(c10d, "_hash_ranks_to_str", None)
     if original is not None:

@@ -58,7 +58,7 @@ def swap_class(module: nn.Module) -> None:
     if cls not in _sharded_classes:
         meta = _parametrized_meta(type(cls)) if parametrize.is_parametrized(module) else type
         bases = (FSDPModule, cls, torch_fsdp2.stage_class())
-        _sharded_classes[cls] = meta(f"FSDP{cls.__name__}", bases, {})
+        _sharded_classes.setdefault(cls, meta(f"FSDP{cls.__name__}", bases, {}))
     module.__class__ = _sharded_classes[cls]
 
 

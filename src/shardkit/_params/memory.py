@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardkit import _events
 from shardkit._compat import torch_tensors
+from shardkit._compat.once import once
 from shardkit._errors import FreedParameterError
 from shardkit._tree import iter_tensors
 
@@ -337,7 +338,7 @@ def allow_leaf(tensor: Any) -> None:
         tensor.__class__ = Tensor
 
 
-@functools.cache
+@once
 def class_without_memory(cls: type) -> type:
     """Return the class that replaces the class of an unsharded parameter, e.g. a DTensor's."""
     if cls is nn.Parameter:
