@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardkit import _schedule
+from shardkit._params import gradients
 from shardkit.backends import gloo
 
 if typing.TYPE_CHECKING:
@@ -46,8 +48,15 @@ def past_shared_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_read_directly() -> Iterator[None]:
-    """Let ranks of one host read all buckets from each other, not only large ones; on all ranks."""
-    with mock.patch.object(gloo, "_SHARED_NBYTES", 0):
+    """Treat all groups of ranks of one host as large ones, which they read; on all ranks."""
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            (gloo, "_SHARED_NBYTES"),
+            (gloo, "_MAX_STAGED_NBYTES"),
+            (gradients, "BATCH_NBYTES"),
+            (_schedule, "BATCH_NBYTES"),
+        ):
+            stack.enter_context(mock.patch.object(module, name, 0))
         yield
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from allocated import all_read_directly, past_shared_memory
 from reference import make_mesh
@@ -22,7 +23,7 @@ from shardkit.backends.shared_memory import share_memory
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from workers import Spawn
 
@@ -52,11 +53,11 @@ def reads() -> Iterator[list[int]]:
     start = direct_reads.DirectReads.start
 
     def counting(
-        self: typing.Any, sources: typing.Any, targets: typing.Any, lane: int
+        self: typing.Any, sources: typing.Any, targets: typing.Any, *options: typing.Any
     ) -> typing.Any:
         if targets[0].nbytes != torch.int64.itemsize:  # Else it is tried whether it works.
             found.append(sum(each.nbytes for each in targets))
-        return start(self, sources, targets, lane)
+        return start(self, sources, targets, *options)
 
     with mock.patch.object(direct_reads.DirectReads, "start", counting):
         yield found
@@ -85,13 +86,69 @@ def trained(shape: Sequence[int], policy: MixedPrecisionPolicy, depth: int) -> l
     return [*results, *[param.to_local().detach().clone() for param in model.parameters()]]
 
 
-def train_in_each_way(shape: Sequence[int], policy: MixedPrecisionPolicy, depth: int) -> None:
+class Uneven(nn.Module):
+    """A layer of which ranks use different parameters, some of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(nn.Linear(19, 19) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(19))
+
+    def forward(self, x: torch.Tensor, place: int) -> torch.Tensor:
+        first, second, third = self.inside
+        if hasattr(torch.Tensor, "grad_dtype"):
+            self.scale.grad_dtype = torch.float32  # Of the unsharded one; the others have its own.
+        y = checkpoint(third, third(x), use_reentrant=True)
+        y = second(y) if place % 2 else y
+        return torch.tanh(first(y) * self.scale if place % 3 else y)
+
+
+class UnevenStack(nn.Module):
+    """Such layers between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(19, 19), nn.Linear(19, 19)
+        self.layers = nn.ModuleList(Uneven() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, place: int) -> torch.Tensor:
+        y = self.first(x)
+        for number, layer in enumerate(self.layers):
+            y = layer(y, place + number)
+        return typing.cast("torch.Tensor", self.last(y))
+
+
+def trained_unevenly(
+    shape: Sequence[int], policy: MixedPrecisionPolicy, factor: float | None
+) -> list[torch.Tensor]:
+    """Return gradients of steps in which ranks use different parameters."""
+    torch.manual_seed(0)
+    mesh = make_mesh(tuple(shape))
+    model = UnevenStack()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    model.set_gradient_predivide_factor(factor)
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    results = []
+    for step in range(5):
+        model.set_requires_gradient_sync(step != 2)
+        model(torch.randn(5, 19), rank + step).square().mean().backward()
+        if step != 2:
+            results += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+    return results
+
+
+def train_in_each_way(work: Callable[..., list[torch.Tensor]], *args: typing.Any) -> None:
     with exchanges() as shares, reads() as few:
-        shared = trained(shape, policy, depth)
+        shared = work(*args)
     with all_read_directly(), exchanges() as no_shares, reads() as all_reads:
-        read = trained(shape, policy, depth)
+        read = work(*args)
     with past_shared_memory(), exchanges() as unused, reads() as no_reads:
-        past = trained(shape, policy, depth)
+        past = work(*args)
     assert shares
     assert len(all_reads) > len(few)
     assert not no_shares
@@ -110,7 +167,18 @@ def test_training_is_bit_equal_to_that_over_gloo(
 ) -> None:
     size = torch.Size(shape).numel()
     for depth in (1, 9):
-        spawn(train_in_each_way, size, shape, policy, depth)
+        spawn(train_in_each_way, size, trained, shape, policy, depth)
+
+
+@pytest.mark.parametrize("factor", [None, 3.0], ids=["", "divided before"])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), WIDE], ids=["fp32", "wide"])
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=str)
+def test_ranks_may_use_different_parameters(
+    spawn: Spawn, shape: Sequence[int], policy: MixedPrecisionPolicy, factor: float | None
+) -> None:
+    """A rank that lacks a gradient sends another form than those that have all."""
+    size = torch.Size(shape).numel()
+    spawn(train_in_each_way, size, trained_unevenly, shape, policy, factor)
 
 
 @on_ranks(2)
@@ -140,6 +208,29 @@ def test_it_grows_no_further() -> None:
     assert shared.nbytes <= before + 2 * 262_144, (before, shared.nbytes)
 
 
+@on_ranks(2)
+def test_gradients_that_are_read_are_held() -> None:
+    """Others are copied as they come: a layer needs no memory for both ways."""
+    mesh = make_mesh((2,))
+    layer = Uneven()
+    with all_read_directly():
+        model = fully_shard(layer, mesh=mesh)
+        assert isinstance(model, FSDPModule)
+        groups = [state_of(model).group]
+        holds = [group.gradients.holds_layers for group in groups if group is not None]
+
+        def step(place: int) -> list[bool]:
+            model(torch.ones(2, 19), place).sum().backward()
+            return [each(sync=sync) for each in holds for sync in (True, False)]
+
+        assert step(1) == [True, False]  # It uses all parameters.
+        assert step(2) == [False, False]
+        assert step(3) == [False, False]
+        assert step(1) == [True, False]
+        model.set_gradient_predivide_factor(2.0)
+        assert step(1) == [False, False]
+
+
 # --- who shares and reads -------------------------------------------------------------------------
 
 
@@ -163,7 +254,7 @@ def connected(change: mock._patch[typing.Any] | None, on_rank: int) -> tuple[boo
     if direct is not None:
         own = torch.full((1000,), rank)
         found = [torch.empty_like(own) for _ in expected]
-        direct.start([own] * len(found), found, 1).wait()
+        direct.start([[own]] * len(found), found, 1).wait()
         assert [each.unique().tolist() for each in found] == [[other] for other in expected]
     return memory is not None, direct is not None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,12 +20,17 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
     get different classes, or replace a function of torch twice.
     """
     lock = threading.RLock()
-    cached: Any = functools.cache(function)
+    made: Any = functools.cache(function)
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    @functools.cache  # Calls that find a result take no lock.
+    def call(*args: Any, **kwargs: Any) -> Any:
         with lock:
-            result: T = cached(*args, **kwargs)
-            return result
+            return made(*args, **kwargs)
 
-    return call
+    def forget() -> None:
+        call.cache_clear()
+        made.cache_clear()
+
+    result: Any = functools.update_wrapper(call, function)
+    result.forget = forget  # Only tests do.
+    return cast("Callable[P, T]", result)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 # - send buffer: 1-D, ``layout.padded_numel``, `reduce_dtype`; the unsharded gradients are copied
 #   into it as they come. A root's gradients come at both ends of backward. It holds them until the
 #   last one has come, so that its send buffer exists only for a short time. A layer holds them,
-#   too, if a kernel, or a call, for each gradient would cost more than the memory.
+#   too, if a kernel, or a call, for each gradient would cost more than the memory; or if they are
+#   sent from where they are, so that there is no send buffer.
 # - receive buffer: data from other ranks, if the backend does the sum itself.
 # - unsynced: while gradients are not synced, the send buffer stays, and is added to.
 # - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-reduce over the
@@ -81,9 +82,11 @@ class BucketGradients:
         send_nbytes: Bytes that a reduction sends.
         fired: One byte per parameter: 1 if its gradient came since the last synced backward.
         held: Gradients that came but were not copied to the send buffer, by parameter.
-        holds_layers: Whether gradients of a layer are held until all have come, and then copied by
-            one list operator: if a kernel costs more than memory, or if all of them are small.
+        copies_together: Whether held gradients are copied by one list operator: if a kernel costs
+            more than memory, or if all of them are small.
         partial: Sums over the shard axis that wait for the all-reduce.
+        part_dtype: Dtype of gradients that are sent from where they are, on any rank; None: none
+            are.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -97,15 +100,16 @@ class BucketGradients:
         self._receive_chunks = backend.receive_chunks(plan.axis)
         self.held: dict[int, Tensor] = {}
         is_small = backend.batches_small_groups and self.send_nbytes < BATCH_NBYTES
-        self.holds_layers = backend.copies_gradients_together or is_small
+        self.copies_together = backend.copies_gradients_together or is_small
         self._may_send_parts = (
-            backend.takes_parts
-            and is_small
-            and self.send_nbytes > 0
+            self.send_nbytes > 0
             and plan.axis.size > 1
-            and plan.param_dtype == plan.reduce_dtype
+            and torch.promote_types(plan.param_dtype, plan.reduce_dtype) == plan.reduce_dtype
             and not bucket.store.converts_gradients
         )
+        takes_small = is_small and backend.takes_parts(plan.axis, is_small=True)
+        self._sends_small_parts = self._may_send_parts and takes_small
+        self.part_dtype = plan.param_dtype if self._may_send_parts else None
         self._buffer: SendBuffer | TracedSend | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
         self._unused: set[str] = set()
@@ -133,7 +137,7 @@ class BucketGradients:
     @property
     def has_collected(self) -> bool:
         """Whether gradients came that have not been sent."""
-        return bool(self.held) or (self._buffer is not None and bool(self._buffer.written))
+        return bool(self.held) or self.is_written
 
     @property
     def needs_settling(self) -> bool:
@@ -141,6 +145,20 @@ class BucketGradients:
         return bool(self._unsettled)
 
     # --- collecting ---
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether gradients of this bucket can be sent from where they are."""
+        if self._sends_small_parts or not self._may_send_parts:
+            return self._sends_small_parts
+        plan = self.bucket.plan  # Process groups of the axis may not have been there before.
+        takes: bool = plan.mesh.backend.takes_parts(plan.axis, is_small=False)
+        return takes
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the send buffer has gradients."""
+        return self._buffer is not None and bool(self._buffer.written)
 
     def collect(
         self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool, *, hold: bool
@@ -183,7 +201,7 @@ class BucketGradients:
         """Copy the held gradients into the send buffer, and drop them."""
         if not self.held:
             return
-        if self.holds_layers:
+        if self.copies_together:
             self.buffer.write_all(self.held, streams, pool)
             self.held.clear()
         while self.held:
@@ -194,9 +212,9 @@ class BucketGradients:
     def sends_parts(self) -> bool:
         """Whether only held gradients are sent, and can be sent from where they are."""
         return (
-            self._may_send_parts
-            and len(self.held) == len(self.fired)
+            len(self.held) == len(self.fired)
             and (self._buffer is None or not self._buffer.written)
+            and (self._sends_small_parts or self.takes_parts)  # The first saves a call.
         )
 
     def take_parts(self) -> list[list[Tensor]]:
@@ -350,7 +368,7 @@ class GroupGradients:
     Attributes:
         buckets: Gradients of the buckets.
         may_be_local: Whether gradients are assigned at once, unless the user has a hook on buffers.
-        holds_layers: Whether gradients of a layer are held until all have come.
+        copies_together: Whether held gradients are copied by list operators.
         are_converted: Whether a gradient is more than its values: a DTensor also has placements.
     """
 
@@ -358,7 +376,7 @@ class GroupGradients:
         self, buckets: Sequence[Bucket], *, comm: CommSettings, weight: float = 1.0
     ) -> None:
         self.buckets = [BucketGradients(bucket) for bucket in buckets]
-        self.holds_layers = all(each.holds_layers for each in self.buckets)
+        self.copies_together = all(each.copies_together for each in self.buckets)
         self.are_converted = any(bucket.store.converts_gradients for bucket in buckets)
         self._comm = comm
         self._weight = weight
@@ -369,6 +387,7 @@ class GroupGradients:
         self._started: list[_Started] = []
         self._prepared: list[BucketGradients] = []
         self._all_reduces = True
+        self._lacks_gradients = False  # Whether some did not come in the last synced backward.
 
     @property
     def is_local(self) -> bool:
@@ -455,7 +474,22 @@ class GroupGradients:
         for each in self.buckets:
             if not each.sends_parts and each.is_sent:
                 return False
-        return self._comm.reduce_scatter is None
+        return self._comm.reduce_scatter is None and self._comm.predivide_factor is None
+
+    def holds_layers(self, *, sync: bool) -> bool:
+        """Whether gradients of a layer are held until all have come.
+
+        Args:
+            sync: Whether they are reduced in this backward.
+        """
+        if self.copies_together:
+            return True
+        is_changed = (
+            self._comm.reduce_scatter is not None or self._comm.predivide_factor is not None
+        )
+        if not sync or self._lacks_gradients or is_changed:
+            return False
+        return not any(each.is_written or not each.takes_parts for each in self.buckets)
 
     # --- reducing ---
 
@@ -473,6 +507,7 @@ class GroupGradients:
         assert not self.is_reducing, "the send buffers are on the wire"
         self._all_reduces = all_reduce
         self._prepared = [each for each in self.buckets if each.is_sent]
+        self._lacks_gradients = not all(all(each.fired) for each in self._prepared)
         if self.sends_parts:
             parts = [each.take_parts() for each in self._prepared]
         else:
@@ -514,6 +549,7 @@ class GroupGradients:
             bucket_id=store.bucket_id,
             force_sum=self._comm.force_sum,
             parts=parts,
+            part_dtype=gradients.part_dtype,
         )
 
     def started(self, handle: ReduceHandle, first: int, pool: SlotPool) -> None:

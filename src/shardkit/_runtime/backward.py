@@ -227,7 +227,7 @@ class Backward:
         if is_trained_layer and self._may_hold(group):
             if state.num_arrived == 0:
                 state.expect_gradients(group.num_trainable)
-            hooks.hold(state, self._gathers.gather_put_off)
+            hooks.hold(state, self.some_have_come, at_first=not group.gradients.copies_together)
         self._gathers.carry_out(self._schedule.enter_backward(group.index, record.in_pass))
         if group.settings.unshard_in_backward:
             group.show(unsharded=True)
@@ -237,7 +237,7 @@ class Backward:
     def _may_hold(self, group: ParamGroup) -> bool:
         """Whether no code needs each gradient of a layer as soon as it comes."""
         return (
-            group.gradients.holds_layers
+            group.gradients.holds_layers(sync=group.settings.sync)
             and not group.gradients.are_converted
             and not group.gradients.is_local
             and not self._makes_graph
@@ -329,8 +329,8 @@ class Backward:
         if state.num_arrived == 0:
             state.expect_gradients(group.num_trainable)
         is_last = state.count_gradient()
-        if is_layer and 2 * state.num_arrived >= state.num_expected:
-            self._gathers.gather_put_off()
+        if is_layer:
+            self.some_have_come(group)
         # A layer is complete when backward leaves it, so that its memory is free. If backward comes
         # to another forward of the group, other ranks may have used parameters there.
         if not is_last or is_layer or self._comes_again(group):
@@ -346,6 +346,18 @@ class Backward:
         if is_reduced and not self._reductions.order.expects(group.index):
             return  # The end reduces it: a rank that does not use all of it would not do so now.
         self._complete(group)
+
+    def some_have_come(self, group: ParamGroup) -> None:
+        """Note that the first, or half, of a layer's gradients have come.
+
+        Before a layer holds many gradients, those of the last one are freed, if other ranks read
+        them. Before it is done, the next one is gathered.
+        """
+        state = self._schedule.states[group.index]
+        if state.num_arrived == 1:
+            self._reductions.free_read(group)
+        if 2 * state.num_arrived >= state.num_expected:
+            self._gathers.gather_put_off()
 
     def _close_records(self, group_index: int) -> None:
         """Close the open forwards of a group, for which backward no longer needs the parameters."""

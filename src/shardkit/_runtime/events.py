@@ -115,14 +115,15 @@ class _Layer:
 
     Attributes:
         counts: Counts of its gradients; None: each gradient is reported when it comes.
-        half: Number of gradients after which `at_half` is called.
-        at_half: Method that is called when half of the gradients have come; weak, since C++ keeps
-            this object.
+        due: Number of gradients after which `notify` is called next.
+        half: Half of all gradients, after which it is called for the last time.
+        notify: Method that is called with the group; weak, since C++ keeps this object.
     """
 
     counts: GroupState | None = None
+    due: int = 0
     half: int = 0
-    at_half: weakref.WeakMethod[Callable[[], None]] | None = None
+    notify: weakref.WeakMethod[Callable[[Any], None]] | None = None
 
 
 class GradHooks:
@@ -177,20 +178,22 @@ class GradHooks:
         for param, of, index in self._places.values():
             _add_hook(param, functools.partial(_take_grad, self._group, of, index, self._layer))
 
-    def hold(self, counts: GroupState, at_half: Callable[[], None]) -> None:
+    def hold(self, counts: GroupState, notify: Callable[[Any], None], *, at_first: bool) -> None:
         """From now on hold and count gradients, and report only when half of them have come.
 
         Args:
             counts: Counts of the group's gradients.
-            at_half: Method that is called when half of the gradients have come.
+            notify: Method that is called with the group when half of the gradients have come.
+            at_first: Whether it is also called when the first one has come.
         """
         layer = self._layer
-        layer.counts, layer.at_half = counts, weakref.WeakMethod(at_half)
+        layer.counts, layer.notify = counts, weakref.WeakMethod(notify)
         layer.half = (counts.num_expected + 1) // 2
+        layer.due = 1 if at_first else layer.half
 
     def release(self) -> None:
         """Report each gradient again; gradients that are held stay held."""
-        self._layer.counts = self._layer.at_half = None
+        self._layer.counts = self._layer.notify = None
 
     @property
     def has_user_hooks(self) -> bool:
@@ -276,7 +279,8 @@ def _take_grad(
     gradients.fired[index] = 1
     gradients.held[index] = grad
     counts.num_arrived = arrived = counts.num_arrived + 1
-    if arrived == layer.half and layer.at_half is not None:
-        at_half = layer.at_half()
-        if at_half is not None:
-            at_half()
+    if arrived == layer.due and layer.notify is not None:
+        layer.due = layer.half
+        notify = layer.notify()
+        if notify is not None:
+            notify(group)

@@ -524,17 +524,24 @@ class Reductions:
         is_layer: bool,
     ) -> None:
         """Take a gradient to reduce."""
-        writes = is_layer and not group.gradients.holds_layers
+        is_held = group.gradients.holds_layers(sync=group.settings.sync)
+        writes = is_layer and not is_held
         if writes and self._under_way and self._is_host_synchronous:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
         if writes and self._under_way and group.gradients.is_reducing:
             self._finish_through(group)  # The send buffer is in flight.
-        if index in gradients.held and self._is_host_synchronous and gradients.holds_layers:
+        sums = is_held or gradients.copies_together
+        if index in gradients.held and self._is_host_synchronous and sums:
             self._write_held(group)  # Sums are made in the dtype of the send buffer.
         gradients.collect(index, grad, self._streams, self._slots, hold=not writes)
 
+    def free_read(self, group: ParamGroup) -> None:
+        """Wait for gradients that other ranks read, before a layer holds more of its own."""
+        if self._is_host_synchronous and not group.gradients.copies_together:
+            self._free_sent(group)
+
     def _free_sent(self, group: ParamGroup) -> None:
-        """Wait for send buffers, except for as many as may be in flight beside the group's own."""
+        """Wait for what is sent, except for as much as may be in flight beside the group's own."""
         allowed = len(self._under_way) + 1 - group.settings.max_send_buffers
         while self._num_sent < allowed:
             reducing = self._under_way[self._num_sent]
@@ -568,7 +575,7 @@ class Reductions:
             return  # It completed again through a retained graph, and is sent with the rest.
         if self._queued and self._queued[0].axes != group.axes:
             self._start_queued()
-        if self._is_host_synchronous and gradients.holds_layers and not gradients.sends_parts:
+        if self._is_host_synchronous and gradients.copies_together and not gradients.sends_parts:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
             self._write_held(group)
         self._queued.append(group)

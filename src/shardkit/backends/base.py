@@ -271,7 +271,9 @@ class Reduction:
         send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype. With `parts` it has
             no memory.
         parts: Tensors of any shape that go to each rank, end to end. Empty: they were copied into
-            `send`. Only for backends with `Backend.takes_parts`, which clear the list.
+            `send`. Only if `Backend.takes_parts`; the backend clears the lists.
+        part_dtype: Dtype of `parts`, whose values `send` could hold exactly; it is the same on all
+            ranks, though some of them may have copied theirs into `send`. None: no rank has parts.
         room: Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
         out_numel: Elements of this rank's range.
         out_dtype: Dtype of the result.
@@ -312,6 +314,7 @@ class Reduction:
     bucket_id: int = 0
     force_sum: bool = False
     parts: Sequence[list[Tensor]] = ()
+    part_dtype: torch.dtype | None = None
 
     def rows(self) -> Sequence[Sequence[Tensor]]:
         """Return for each rank the parts that are sent to it."""
@@ -491,8 +494,6 @@ class Backend(MeshBackend):
         gradient_weight: Multiplier that turns gradients of the global-mean loss into gradients of
             this rank's local-mean loss.
         batches_small_groups: Whether it is better that small groups travel together.
-        takes_parts: Whether gradients of small groups are sent from where they are, as
-            `Reduction.parts`.
     """
 
     is_host_synchronous: bool = True
@@ -500,11 +501,19 @@ class Backend(MeshBackend):
     copies_gradients_together: bool = False
     gradient_weight: float = 1.0
     batches_small_groups: bool = True
-    takes_parts: bool = False
 
     def receive_chunks(self, axis: AxisComm) -> int:
         """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""
         return 0
+
+    def takes_parts(self, axis: AxisComm, *, is_small: bool) -> bool:
+        """Whether a reduction takes gradients from where they are, as `Reduction.parts`.
+
+        Args:
+            axis: Axis of the reduce-scatter; its process groups exist.
+            is_small: Whether the reduction may travel together with others.
+        """
+        return False
 
     def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return zeros on the host, 1-D; called only where `has_own_memory`."""

@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import weakref
+from array import array
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from shardkit.backends.host_links import HostLinks
 
 _MESSAGE = struct.Struct("<BBQQQ")
-"""Kind, lane, number of the exchange, and address and bytes of an offer."""
+"""Kind, lane, number of the exchange; of an offer also the address and the length of its table."""
 
 _OFFER, _READ = range(2)
 
@@ -48,20 +49,50 @@ class DirectExchange:
     Until `wait` returns, nobody may change what the others read, or use what this rank reads into.
 
     Args:
-        sources: Tensors that the other ranks read, in rank order.
+        sources: Tensors that each other rank reads, end to end; in rank order.
         targets: Tensors to be filled by what the other ranks have, in rank order.
         of: Exchanges that all end when this one is not done in time.
+        narrow_nbytes: Bytes of another form of what ranks send, such as values of fewer bytes. What
+            comes in this form fills the begin of a target. None: there is none.
+
+    Attributes:
+        tables: For each other rank the address and bytes of each tensor that it reads.
+        nbytes: Bytes that came from each other rank.
     """
 
     def __init__(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], of: DirectReads
+        self,
+        sources: Sequence[Sequence[Tensor]],
+        targets: Sequence[Tensor],
+        of: DirectReads,
+        narrow_nbytes: int | None = None,
     ) -> None:
-        self.sources: Sequence[Tensor] = sources
+        self.sources: Sequence[Sequence[Tensor]] = sources
         self.targets: Sequence[Tensor] = targets
+        self.tables = [_table_of(each) for each in sources]
+        self.nbytes = [0] * len(targets)
+        self._narrow_nbytes = narrow_nbytes
         self.num_missing = [2] * len(sources)  # For each rank: one to read, one to be read.
         self._of = of
         self._error: str | None = None
         self._ended = threading.Event()
+
+    def place_for(self, place: int, nbytes: int) -> int:
+        """Return the address to which the bytes of another rank go, and note their number.
+
+        Args:
+            place: Place of the other rank among the others.
+            nbytes: Number of bytes that it sends.
+
+        Raises:
+            OSError: The rank sends more or fewer bytes than this rank awaits.
+        """
+        target = self.targets[place]
+        if nbytes not in (target.nbytes, self._narrow_nbytes):
+            msg = f"another rank sends {nbytes} bytes, not {target.nbytes}"
+            raise OSError(msg)
+        self.nbytes[place] = nbytes
+        return target.data_ptr()
 
     def note_done(self, place: int) -> bool:
         """Note that this rank and another one have read in one direction; return whether all have.
@@ -98,6 +129,12 @@ class DirectExchange:
         if reason is not None:
             msg = f"a wait for a tensor of another rank has ended: {reason}"
             raise RuntimeError(msg)
+
+
+def _table_of(tensors: Sequence[Tensor]) -> array[int]:
+    """Return the address and bytes of each contiguous tensor, one after the other."""
+    places = ((each.data_ptr(), each.nbytes) for each in tensors if each.nbytes)
+    return array("Q", (number for place in places for number in place))
 
 
 # --- the thread that reads ------------------------------------------------------------------------
@@ -185,34 +222,34 @@ class _Reader:
             return
         self._open[key] = exchange
         # The others are told first, so that they can read while this rank reads.
-        for peer, source in zip(self._peers, exchange.sources, strict=True):
-            peer.send(_OFFER, *key, source.data_ptr(), source.nbytes)
+        for peer, table in zip(self._peers, exchange.tables, strict=True):
+            peer.send(_OFFER, *key, *table.buffer_info())
         for peer in self._peers:
             if key in peer.offers:
                 self._read(peer, key, *peer.offers.pop(key))
 
     def _receive(self, peer: _OtherRank) -> None:
         message = _received(peer.connection, _MESSAGE.size)
-        kind, lane, number, address, nbytes = _MESSAGE.unpack(message)
+        kind, lane, number, address, length = _MESSAGE.unpack(message)
         key = lane, number
         if kind == _READ:
             self._note_done(peer, key)
         elif key in self._open:
-            self._read(peer, key, address, nbytes)
+            self._read(peer, key, address, length)
         else:
-            peer.offers[key] = address, nbytes
+            peer.offers[key] = address, length
 
-    def _read(self, peer: _OtherRank, key: tuple[int, int], address: int, nbytes: int) -> None:
+    def _read(self, peer: _OtherRank, key: tuple[int, int], address: int, length: int) -> None:
         """Read what a rank offers, and say so."""
         exchange = self._open.get(key)
         if exchange is None:  # Another rank was lost.
             return
-        target = exchange.targets[peer.place]
         try:
-            if nbytes != target.nbytes:
-                msg = f"another rank sends {nbytes} bytes, not {target.nbytes}"
-                raise OSError(msg)  # noqa: TRY301 - as the system's errors
-            _read_memory(peer.pid, address, target.data_ptr(), nbytes)
+            table = array("Q", bytes(8 * length))
+            _read_memory(peer.pid, [(address, 8 * length)], table.buffer_info()[0])
+            ranges = [*zip(table[::2], table[1::2], strict=True)]
+            target = exchange.place_for(peer.place, sum(table[1::2]))
+            _read_memory(peer.pid, ranges, target)
         except OSError as error:
             self._lose(peer, str(error))
             return
@@ -247,6 +284,10 @@ def _received(connection: socket.socket, nbytes: int) -> bytes:
     return message
 
 
+_MOST_RANGES = 1024
+"""Largest number of ranges of a call: ``IOV_MAX`` of Linux."""
+
+
 class _Range(ctypes.Structure):
     """A range of memory: ``iovec`` of C."""
 
@@ -262,20 +303,27 @@ def _process_vm_readv() -> Any:
     return function
 
 
-def _read_memory(pid: int, address: int, target: int, nbytes: int) -> None:
-    """Copy memory of another process into this one.
+def _read_memory(pid: int, ranges: Sequence[tuple[int, int]], target: int) -> None:
+    """Copy memory of another process, by address and bytes, end to end to an address of this one.
 
     Raises:
         OSError: The system does not allow it, or the process has ended.
     """
-    done = 0
-    while done < nbytes:
-        into, of = _Range(target + done, nbytes - done), _Range(address + done, nbytes - done)
-        count = _process_vm_readv()(pid, ctypes.byref(into), 1, ctypes.byref(of), 1, 0)
+    left = deque(each for each in ranges if each[1])
+    while left:
+        some = [_Range(*left[i]) for i in range(min(len(left), _MOST_RANGES))]
+        of = (_Range * len(some))(*some)
+        into = _Range(target, sum(each.nbytes for each in some))
+        count = _process_vm_readv()(pid, ctypes.byref(into), 1, of, len(some), 0)
         if count <= 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        done += count
+        target += count
+        while count:  # The system may have copied a part.
+            address, nbytes = left.popleft()
+            if count < nbytes:
+                left.appendleft((address + count, nbytes - count))
+            count -= min(count, nbytes)
 
 
 # --- the ranks of an axis -------------------------------------------------------------------------
@@ -305,16 +353,22 @@ class DirectReads:
         weakref.finalize(self, self._reader.waker.close).atexit = False
 
     def start(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], lane: int
+        self,
+        sources: Sequence[Sequence[Tensor]],
+        targets: Sequence[Tensor],
+        lane: int,
+        narrow_nbytes: int | None = None,
     ) -> DirectExchange:
         """Start to read what all other ranks have, and let them read.
 
         Args:
-            sources: A contiguous tensor for each other rank, in rank order.
+            sources: Contiguous tensors for each other rank, in rank order, which it reads end to
+                end.
             targets: A contiguous tensor of the same bytes for each other rank, to be filled.
             lane: Lane in whose order this exchange is.
+            narrow_nbytes: See `DirectExchange`.
         """
-        exchange = DirectExchange(sources, targets, self)
+        exchange = DirectExchange(sources, targets, self, narrow_nbytes)
         self._reader.start(lane, exchange)
         return exchange
 
@@ -336,7 +390,7 @@ def read_directly(links: HostLinks, group: dist.ProcessGroup) -> DirectReads | N
     own = torch.tensor([group.rank()])
     found = [torch.full_like(own, -1) for _ in links.pids]
     with contextlib.suppress(RuntimeError):
-        direct.start([own] * len(found), found, 0).wait()
+        direct.start([[own]] * len(found), found, 0).wait()
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     works = [int(each) for each in found] == others
     if not all(groups.exchange(works, group, "ranks that read from each other")):

@@ -102,24 +102,21 @@ class GlooAxis(ProcessGroupAxis):
             return start_host_all_to_all(job, self.group)
         issued = self.issue("all-to-all", job.of, job.total_nbytes)
         sources, targets = job.send.split(job.send_nbytes), job.receive.split(job.receive_nbytes)
-        return WorkHandle([self.start_reads(sources, targets, _GATHERS)], issued)
+        return WorkHandle([self.start_reads(sources, targets)], issued)
 
-    def start_reads(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], lane: int
-    ) -> DirectExchange:
+    def start_reads(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> DirectExchange:
         """Start direct reads; a rank copies its own data, unless it is there already.
 
         Args:
             sources: Tensors that the ranks read, in rank order.
             targets: Tensors to be filled by what the ranks have, in rank order.
-            lane: Lane in whose order all ranks start this.
         """
         assert self.direct is not None
         others, places = list(sources), list(targets)
         own, place = others.pop(self.rank), places.pop(self.rank)
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
-        return self.direct.start(others, places, lane)
+        return self.direct.start([[other] for other in others], places, _GATHERS)
 
 
 # --- reduce-scatter -------------------------------------------------------------------------------
@@ -145,18 +142,19 @@ class ExchangeHandle:
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
         self._together = _travelling_together(reductions)
-        self._exchanges: list[Exchange | SharedExchange] = []
+        self._exchanges: list[Exchange | SharedExchange | ReadExchange] = []
         for positions in self._together:
             several = [reductions[i] for i in positions]
             if _is_shared(several):
                 self._exchanges.append(SharedExchange(several, of))
                 continue
-            is_copied = len(several) > 1 or bool(several[0].parts)
+            is_read = _is_read(several[0])
+            is_copied = len(several) > 1 or (bool(several[0].parts) and not is_read)
             self.was_copied &= is_copied
             one = _joined(several) if is_copied else several[0]
             if one.before is not None:
                 one.send.mul_(one.before)
-            self._exchanges.append(Exchange(one, of))
+            self._exchanges.append(ReadExchange(one, of) if is_read else Exchange(one, of))
         self._numels = [reduction.out_numel for reduction in reductions]
         self._outs: list[Tensor] | None = None
 
@@ -240,6 +238,94 @@ class Exchange:
         reduction, total = self._reduction, self._total
         self._reduction = self._total = self._received = None
         return _finish(reduction, total)
+
+
+class ReadExchange:
+    """A large reduce-scatter whose pieces ranks read from each other, wherever they are."""
+
+    def __init__(self, reduction: Reduction, of: str) -> None:
+        axis = reduction.shard_axis
+        assert isinstance(axis, GlooAxis)
+        assert axis.direct is not None
+        issued = axis.issue("reduce-scatter", of, reduction.send.nbytes, axis.reduce_group)
+        self._rows = _readable_rows(reduction)
+        self._narrow = reduction.part_dtype or reduction.send.dtype
+        numel = reduction.out_numel
+        self._received = list(reduction.room().view(-1, numel)[: axis.size - 1])
+        self._reduction = dataclasses.replace(reduction, send=reduction.send[:0], parts=())
+        self._total: Tensor | None = None
+        self._is_own = False
+        rows = [row for rank, row in enumerate(self._rows) if rank != axis.rank]
+        narrow_nbytes = numel * self._narrow.itemsize
+        self._exchange = axis.direct.start(rows, self._received, _REDUCTIONS, narrow_nbytes)
+        self._work = WorkHandle([self._exchange], issued)
+
+    def add(self) -> None:
+        """Block until all pieces have come, and add them. A second call returns at once."""
+        if self._total is not None:
+            return
+        self._work.wait()
+        rank, first = self._reduction.shard_axis.rank, self._received[0]
+        pieces = [
+            piece if nbytes == piece.nbytes else piece.view(self._narrow)[: len(piece)]
+            for piece, nbytes in zip(self._received, self._exchange.nbytes, strict=True)
+        ]
+        wide = _wide(first.dtype)
+        dtypes = {each.dtype for each in (*pieces, *self._rows[rank])}
+        self._is_own = dtypes != {wide}
+        self._total = torch.empty_like(first, dtype=wide) if self._is_own else first
+        at = 0
+        for own in self._rows[rank]:
+            stop = at + own.numel()
+            addends = [piece[at:stop] for piece in pieces]
+            addends.insert(rank, own.view(-1))
+            _add_to(self._total[at:stop], addends)
+            at = stop
+        self._rows = []
+
+    def finish(self) -> Tensor:
+        """Return the result, once."""
+        self.add()
+        total, self._total, self._received = self._total, None, []
+        assert total is not None
+        return _finish(self._reduction, total, is_own=self._is_own)
+
+
+def _is_read(reduction: Reduction) -> bool:
+    """Whether ranks read the pieces of a reduction from each other."""
+    axis = reduction.shard_axis
+    assert isinstance(axis, GlooAxis)
+    is_plain = reduction.comm is None and reduction.send.numel() > 0
+    return is_plain and axis.size > 1 and axis.direct is not None
+
+
+def _readable_rows(reduction: Reduction) -> list[list[Tensor]]:
+    """Return contiguous tensors that each rank can read: of one dtype, which the ranks know."""
+    rows = [[part.contiguous() for part in row] for row in reduction.rows()]
+    _clear_parts([reduction])
+    dtypes = {part.dtype for row in rows for part in row}
+    if len(dtypes) == 1 and dtypes <= {reduction.send.dtype, reduction.part_dtype}:
+        return rows
+    # Users may choose another dtype for a gradient than for its parameter.
+    return [[part.to(reduction.send.dtype) for part in row] for row in rows]
+
+
+def _add_to(total: Tensor, addends: Sequence[Tensor]) -> None:
+    """Fill `total`, 1-D, with the sum of tensors, added in their order, and in its dtype.
+
+    `total` may be one of the first two, if all have its dtype.
+    """
+    if all(each.dtype == total.dtype for each in addends):
+        torch.add(addends[0], addends[1], out=total)
+        for addend in addends[2:]:
+            total.add_(addend)
+        return
+    # Torch makes a wide copy of each addend, here of one part at a time.
+    parts = zip(total.split(_ADDED), *(each.split(_ADDED) for each in addends), strict=True)
+    for part, *added in parts:
+        part.copy_(added[0])
+        for addend in added[1:]:
+            part.add_(addend)
 
 
 class SharedExchange:
@@ -350,11 +436,6 @@ def _start_all_to_all(receive: Tensor, send: Tensor, axis: GlooAxis, of: str) ->
     rows = send.view(axis.size, -1)
     issued = axis.issue("reduce-scatter", of, send.nbytes, axis.reduce_group)
     splits = [rows.shape[1]] * axis.size
-    if axis.direct is not None:
-        targets = list(receive.view(-1, rows.shape[1]))
-        if not sends_own(axis):
-            targets.insert(axis.rank, rows[axis.rank])
-        return WorkHandle([axis.start_reads(rows.unbind(), targets, _REDUCTIONS)], issued)
     if not sends_own(axis):
         splits[axis.rank] = 0
         rows = rows[1:] if axis.rank == 0 else rows[:-1]
@@ -368,12 +449,17 @@ _ADDED = 1 << 16
 """Elements of low precision that are added at once, so that their wide copies fit in the cache."""
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _sum_of(pieces: list[Tensor], received: Tensor) -> Tensor:
     """Return the sum of the pieces in rank order, so that replicas get the same result.
 
     Low-precision pieces are added in fp32, others in the dtype and memory of the received ones.
     """
-    wide = torch.promote_types(pieces[0].dtype, torch.float32)
+    wide = _wide(pieces[0].dtype)
     if wide != pieces[0].dtype:
         total = pieces[0].to(wide)
         for piece in pieces[1:]:
@@ -388,13 +474,16 @@ def _sum_of(pieces: list[Tensor], received: Tensor) -> Tensor:
     return total
 
 
-def _finish(reduction: Reduction, total: Tensor) -> Tensor:
-    """All-reduce over the replicate axis, and scale."""
+def _finish(reduction: Reduction, total: Tensor, *, is_own: bool = False) -> Tensor:
+    """All-reduce over the replicate axis, and scale.
+
+    With `is_own` the memory of `total` has no other use, and may become that of the result.
+    """
     before = 1.0 if reduction.before is None else reduction.before
     scale = reduction.scale / before
     if reduction.carry is not None:
         # In the dtype of the carry: the sum of one piece is not widened.
-        total = reduction.carry.mul_(before).add_(total)
+        total, is_own = reduction.carry.mul_(before).add_(total), False
     axis = reduction.replicate_axis
     if axis is not None and axis.size > 1 and reduction.all_reduce is not None:
         reduction.all_reduce(total, scale)
@@ -403,11 +492,14 @@ def _finish(reduction: Reduction, total: Tensor) -> Tensor:
         on_wire = total.to(reduction.send.dtype)
         axis.all_reduce(on_wire, "sum")
         total.copy_(on_wire)
-    out = torch.empty(reduction.out_numel, dtype=reduction.out_dtype, device=total.device)
-    if out.dtype == total.dtype:
-        torch.mul(total, scale, out=out)
+    if is_own and reduction.all_reduce is None and total.dtype == reduction.out_dtype:
+        out = total.mul_(scale)
     else:
-        out.copy_(total.mul_(scale))
+        out = torch.empty(reduction.out_numel, dtype=reduction.out_dtype, device=total.device)
+        if out.dtype == total.dtype:
+            torch.mul(total, scale, out=out)
+        else:
+            out.copy_(total.mul_(scale))
     if reduction.hook is not None:
         reduction.hook(out)
     return out
@@ -426,7 +518,7 @@ def _start_all_gather(gather: Gather, axis: GlooAxis) -> Sequence[Handle | None]
         return []
     if axis.direct is not None:
         targets = full.view(axis.size, -1).unbind()
-        return [axis.start_reads([own] * axis.size, targets, _GATHERS)]
+        return [axis.start_reads([own] * axis.size, targets)]
     if axis.size == 2:  # noqa: PLR2004 - each needs just what the other has
         other = full.view(2, -1)[1 - axis.rank]
         splits = [own.numel(), own.numel()]
@@ -552,7 +644,10 @@ class HostStreams(WatchedStreams):
 class GlooBackend(ProcessGroupBackend):
     """Meshes of device type ``"cpu"``."""
 
-    takes_parts = True
+    def takes_parts(self, axis: AxisComm, *, is_small: bool) -> bool:
+        """Small groups are copied to where they travel together; ranks read large ones."""
+        assert isinstance(axis, GlooAxis)
+        return is_small or axis.direct is not None
 
     def make_axis(self, group: dist.ProcessGroup) -> GlooAxis:
         """Return the communicator over a process group."""

@@ -29,9 +29,10 @@ class Graph:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[None]:
     cls = type("Graph", (), dict(vars(Graph)))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", cls)
-    torch_devices._note_captures.cache_clear()  # noqa: SLF001
+    once: typing.Any = torch_devices._note_captures  # noqa: SLF001
+    once.forget()
     yield
-    torch_devices._note_captures.cache_clear()  # noqa: SLF001
+    once.forget()
 
 
 def may_ask() -> bool:

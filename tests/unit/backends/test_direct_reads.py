@@ -46,7 +46,7 @@ def start(
     """Start an exchange that has one value for each other rank."""
     sources = [torch.full((numel,), value) for value in values]
     found = [torch.full((numel,), -1) for _ in values]
-    return Started(direct.start(sources, found, lane), found)
+    return Started(direct.start([[source] for source in sources], found, lane), found)
 
 
 @pytest.mark.parametrize("numel", [1, 100, 100_003])
@@ -146,10 +146,13 @@ def test_a_rank_may_be_far_ahead() -> None:
 def test_what_the_system_reads_in_parts_is_read_as_a_whole() -> None:
     whole = direct_reads._process_vm_readv()  # noqa: SLF001
 
-    def some(pid: int, into: typing.Any, num: int, of: typing.Any, *rest: int) -> int:
-        for each in (into, of):
-            each._obj.nbytes = min(each._obj.nbytes, 999)  # noqa: SLF001 - of `ctypes.byref`
-        found: int = whole(pid, into, num, of, *rest)
+    def some(pid: int, into: typing.Any, num: int, of: typing.Any, num_of: int, flags: int) -> int:
+        of[0].nbytes = min(of[0].nbytes, 999)
+        into._obj.nbytes = sum(each.nbytes for each in of)  # noqa: SLF001 - of `ctypes.byref`
+        if into._obj.nbytes > 999:  # noqa: SLF001
+            num_of = 1
+            into._obj.nbytes = of[0].nbytes  # noqa: SLF001
+        found: int = whole(pid, into, num, of, num_of, flags)
         return found
 
     first, second = connected(2)
@@ -157,6 +160,47 @@ def test_what_the_system_reads_in_parts_is_read_as_a_whole() -> None:
         one, other = start(first, [1], numel=5000), start(second, [2], numel=5000)
         assert one.values() == [2]
         assert other.values() == [1]
+        check_ranges([3, 500, 1, 250, 2, 4000])
+
+
+def check_ranges(numels: typing.Sequence[int]) -> None:
+    """Let a rank read tensors of these sizes end to end, while it has one tensor for the other."""
+    first, second = connected(2)
+    parts = [torch.arange(numel) + 10_000 * i for i, numel in enumerate(numels)]
+    found, back = torch.full((sum(numels),), -1), torch.full((sum(numels),), -1)
+    one = torch.arange(sum(numels))
+    exchanges = [
+        first.start([parts], [back], GATHERS),
+        second.start([[one]], [found], GATHERS),
+    ]
+    for exchange in exchanges:
+        exchange.wait()
+    assert torch.equal(found, torch.cat(parts))
+    assert torch.equal(back, one)
+
+
+@pytest.mark.parametrize(
+    "numels", [[5], [2, 0, 3], [0, 0, 1], [1] * 1023, [1] * 1024, [2] * 1025, [1, 2, 3] * 1000]
+)
+def test_several_tensors_are_read_end_to_end(numels: list[int]) -> None:
+    check_ranges(numels)
+
+
+def test_a_rank_may_send_a_narrow_form() -> None:
+    first, second = connected(2)
+    whole, narrow = torch.arange(6.0), torch.arange(10.0, 16.0).bfloat16()
+    found = [torch.full((6,), -1.0) for _ in range(2)]
+    exchanges = [
+        first.start([[whole]], [found[0].view(torch.uint8)], GATHERS, 12),
+        second.start([[narrow[:2], narrow[2:]]], [found[1].view(torch.uint8)], GATHERS, 12),
+    ]
+    for exchange in exchanges:
+        exchange.wait()
+    assert exchanges[0].nbytes == [12]
+    assert torch.equal(found[0][:3].view(torch.bfloat16), narrow)
+    assert (found[0][3:] == -1).all()
+    assert exchanges[1].nbytes == [24]
+    assert torch.equal(found[1], whole)
 
 
 def test_memory_is_free_when_a_wait_returns() -> None:
