@@ -56,7 +56,7 @@ class DirectExchange:
             comes in this form fills the begin of a target. None: there is none.
 
     Attributes:
-        tables: For each other rank the address and bytes of each tensor that it reads.
+        tables: Tables for the other ranks: address and bytes of each tensor that they read.
         nbytes: Bytes that came from each other rank.
     """
 
@@ -366,7 +366,7 @@ class DirectReads:
                 end.
             targets: A contiguous tensor of the same bytes for each other rank, to be filled.
             lane: Lane in whose order this exchange is.
-            narrow_nbytes: See `DirectExchange`.
+            narrow_nbytes: Bytes of another form, see `DirectExchange`.
         """
         exchange = DirectExchange(sources, targets, self, narrow_nbytes)
         self._reader.start(lane, exchange)
