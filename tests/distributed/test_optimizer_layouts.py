@@ -321,6 +321,8 @@ def refuse(what: str) -> None:
     by = OPTIMIZERS["adamw"](model.parameters())
     if what == "layout":
         gather_optimizer_state(model, by, layout="flat")  # type: ignore[arg-type]
+    if what == "several":
+        gather_optimizer_state(model, [by, by], layout="ids")  # type: ignore[arg-type]
     if what == "groups":
         by = torch.optim.AdamW(no_decay(model))
     if what == "missing":
@@ -341,6 +343,7 @@ def refuse(what: str) -> None:
     ("what", "message"),
     [
         ("layout", "layout must be 'names' or 'ids', got 'flat'"),
+        ("several", "numbers the parameters of one optimizer, got 2 optimizers"),
         (
             "groups",
             r"of parameter groups of \[6\] parameters, those of the optimizer have \[3, 3\]",

@@ -700,7 +700,7 @@ def gather_optimizer_state(
     (`ShardedTensor.full_tensor`). Memory: the whole state on ranks that get it, one tensor on the
     others.
     """
-    _check_layout(layout)
+    _check_layout(layout, optimizer)
     keep = not rank0_only or group_rank(None) == 0
     state = whole_state(named_state(model, optimizer), keep=keep, to_cpu=to_cpu)
     return rekey_optimizer_state(state, model, optimizer, layout=layout) if keep else {}
@@ -784,7 +784,7 @@ def rekey_optimizer_state(
             parameters of one group were saved in groups with different options; or `layout` is
             unknown.
     """
-    _check_layout(layout)
+    _check_layout(layout, optimizer)
     if "state" not in state or "param_groups" not in state:
         msg = (
             f"an optimizer's state has 'state' and 'param_groups', this one has "
@@ -802,9 +802,16 @@ def rekey_optimizer_state(
     return numbered
 
 
-def _check_layout(layout: object) -> None:
+def _check_layout(layout: object, optimizer: Optimizers) -> None:
     if layout not in ("names", "ids"):
         msg = f"layout must be 'names' or 'ids', got {layout!r}."
+        raise CheckpointError(msg)
+    number = len(as_optimizers(optimizer))
+    if layout == "ids" and number != 1:
+        msg = (
+            f"layout 'ids' numbers the parameters of one optimizer, got {number} optimizers. Call "
+            f"it for each of them, or choose layout='names'."
+        )
         raise CheckpointError(msg)
 
 
