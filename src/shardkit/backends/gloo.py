@@ -310,24 +310,6 @@ def _readable_rows(reduction: Reduction) -> list[list[Tensor]]:
     return [[part.to(reduction.send.dtype) for part in row] for row in rows]
 
 
-def _add_to(total: Tensor, addends: Sequence[Tensor]) -> None:
-    """Fill `total`, 1-D, with the sum of tensors, added in their order, and in its dtype.
-
-    `total` may be one of the first two, if all have its dtype.
-    """
-    if all(each.dtype == total.dtype for each in addends):
-        torch.add(addends[0], addends[1], out=total)
-        for addend in addends[2:]:
-            total.add_(addend)
-        return
-    # Torch makes a wide copy of each addend, here of one part at a time.
-    parts = zip(total.split(_ADDED), *(each.split(_ADDED) for each in addends), strict=True)
-    for part, *added in parts:
-        part.copy_(added[0])
-        for addend in added[1:]:
-            part.add_(addend)
-
-
 class SharedExchange:
     """A reduce-scatter of small reductions of the same kind, in memory that the ranks share.
 
@@ -459,19 +441,31 @@ def _sum_of(pieces: list[Tensor], received: Tensor) -> Tensor:
 
     Low-precision pieces are added in fp32, others in the dtype and memory of the received ones.
     """
-    wide = _wide(pieces[0].dtype)
-    if wide != pieces[0].dtype:
-        total = pieces[0].to(wide)
-        for piece in pieces[1:]:
-            # Torch makes a wide copy of each addend, here of one part at a time.
-            for sums, part in zip(total.split(_ADDED), piece.split(_ADDED), strict=True):
-                sums.add_(part)
-        return total
+    dtype = pieces[0].dtype
+    wide = _wide(dtype)
     total = received[: pieces[0].numel()]
-    torch.add(pieces[0], pieces[1], out=total)
-    for piece in pieces[2:]:
-        total.add_(piece)
+    if wide != dtype:
+        total = torch.empty_like(total, dtype=wide)
+    _add_to(total, pieces)
     return total
+
+
+def _add_to(total: Tensor, addends: Sequence[Tensor]) -> None:
+    """Fill `total`, 1-D, with the sum of tensors, added in their order, and in its dtype.
+
+    `total` may be one of the first two, if all have its dtype.
+    """
+    if all(each.dtype == total.dtype for each in addends):
+        torch.add(addends[0], addends[1], out=total)
+        for addend in addends[2:]:
+            total.add_(addend)
+        return
+    # Torch makes a wide copy of each addend, here of one part at a time.
+    parts = zip(total.split(_ADDED), *(each.split(_ADDED) for each in addends), strict=True)
+    for part, *added in parts:
+        part.copy_(added[0])
+        for addend in added[1:]:
+            part.add_(addend)
 
 
 def _finish(reduction: Reduction, total: Tensor, *, is_own: bool = False) -> Tensor:
