@@ -11,6 +11,7 @@ from one_backward import MODES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from allocated import all_read_directly
 from models import CASES, MLP, Case, regression_batch, squared_error
 from parity import compare_training, in_turns
 from reference import (
@@ -226,9 +227,7 @@ def test_asking_for_parameters_after_an_exception_frees_memory(spawn: Spawn) -> 
         assert after == 0
 
 
-@on_ranks(2)
-def test_a_hook_that_raised_is_not_called_again() -> None:
-    """Several small groups travel together, and the hook of the first one raises."""
+def call_a_hook_that_raises() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     plain = copy.deepcopy(model)
     for module in (*model, model):
@@ -254,3 +253,31 @@ def test_a_hook_that_raised_is_not_called_again() -> None:
     assert len(calls) == num_calls
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+@on_ranks(2)
+def test_a_hook_that_raised_is_not_called_again() -> None:
+    """Several small groups travel together, and the hook of the first one raises.
+
+    Of large ones a wait that makes room for the next gather calls the hook.
+    """
+    call_a_hook_that_raises()
+    with all_read_directly():
+        call_a_hook_that_raises()
+
+
+@on_ranks(1)
+def test_one_rank_calls_the_hook_of_each_large_group_once() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    for module in (*model, model):
+        fully_shard(module, make_mesh((1,)))
+    calls: list[tuple[int, bool]] = []
+    for number, layer in enumerate(model):
+
+        def note(gradients: Tensor, number: int = number) -> None:
+            calls.append((number, bool(gradients.any())))
+
+        layer.set_all_reduce_hook(note)
+    with all_read_directly():
+        model(torch.ones(2, 4)).sum().backward()
+    assert calls == [(2, True), (1, True), (0, True)]

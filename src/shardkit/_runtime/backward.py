@@ -220,7 +220,11 @@ class Backward:
         reports_exit = record.input_grads is not None
         state.num_watched += reports_exit
         hooks = group.grad_hooks
-        if not hooks.at_once and (watch_settings.check_gradients or hooks.has_user_hooks):
+        if not hooks.at_once and (
+            watch_settings.check_gradients
+            or hooks.has_user_hooks
+            or not group.gradients.is_local  # A hook on reduced buffers was set.
+        ):
             hooks.collect_at_once()
         is_trained_layer = reports_exit and group.is_trainable
         self._gathers.in_trained_layer = is_trained_layer

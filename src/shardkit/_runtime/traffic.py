@@ -233,6 +233,7 @@ class Gathers:
         self.in_trained_layer = False
         self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
         self.make_room: Callable[[ParamGroup], None] = lambda _: None
+        self._begun: set[int] = set()  # Groups that are gathered, or will be.
         self._groups = groups
         self._schedule = schedule
         self._streams = streams
@@ -338,15 +339,15 @@ class Gathers:
     def gather_put_off(self) -> None:
         """Carry out the delayed prefetch."""
         if self._put_off:
+            self.make_room(self._put_off[0])  # A user's hook may raise here.
             groups, self._put_off = self._put_off, []
-            self.make_room(groups[0])
             self._gather(groups)
 
     def reset(self, actions: Sequence[Action]) -> None:
         """Free all memory after an exception, by `actions`, and drop gathers that did not begin."""
-        not_begun = {group.index for group in (*self._put_off, *self._if_needed)}
         self._put_off, self._if_needed = [], []
-        self.carry_out([(op, index) for op, index in actions if index not in not_begun])
+        # The exception may have come between a decision and what carries it out.
+        self.carry_out([(op, index) for op, index in actions if index in self._begun])
 
     def _gather(self, groups: Sequence[ParamGroup]) -> None:
         self.gather_put_off()
@@ -355,6 +356,7 @@ class Gathers:
             for axis, stores in _stores_by_axis(group).items():
                 by_axis.setdefault(axis, []).append((group, stores))
             self.nbytes += group.unsharded_nbytes
+            self._begun.add(group.index)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         self._follow_late_writes(groups)  # order: gathers wait for writes inside of a forward
         # Allocate all memory of a group first: after an error on one axis no store may lack it.
@@ -406,6 +408,7 @@ class Gathers:
         if group.is_shown and group.was_written:
             keep_writes(group, self._streams)
         self.nbytes -= group.unsharded_nbytes
+        self._begun.discard(group.index)
         self._wait(group)  # order: freeing waits for the gather
         if _events.observer is not None:
             nbytes = group.unsharded_nbytes
