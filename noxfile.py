@@ -85,6 +85,21 @@ SIMULATED = [
     )
 ]
 
+# Small models have small groups. These tests also treat them as groups of 1 MiB and more.
+AS_LARGE = [
+    f"tests/distributed/test_{name}.py"
+    for name in (
+        "parity",
+        "mixed_precision",
+        "settings",
+        "autograd_cases",
+        "unused_parameters",
+        "interruptions",
+        "parameter_hooks",
+        "lists_and_roots",
+    )
+]
+
 # What runs on every version of torch: the smallest part in which each module takes part.
 ON_EVERY_TORCH = [
     "tests/unit",
@@ -294,6 +309,14 @@ def simulated(session: nox.Session) -> None:
     """Run the second half of `streams`: cases of CPU ranks, on the simulated device."""
     install(session, "test")
     run_simulated(session)
+
+
+@nox.session
+def large(session: nox.Session) -> None:
+    """Treat the small groups of tests as large ones: CPU ranks read them from each other."""
+    install(session, "test")
+    wanted = (*AS_LARGE, *(session.posargs or IN_PARALLEL))
+    session.run("pytest", "--large", "-m", NEED_NOTHING, *wanted)
 
 
 @nox.session

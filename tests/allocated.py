@@ -50,14 +50,21 @@ def past_shared_memory() -> Iterator[None]:
 def all_read_directly() -> Iterator[None]:
     """Treat all groups of ranks of one host as large ones, which they read; on all ranks."""
     with contextlib.ExitStack() as stack:
-        for module, name in (
-            (gloo, "_SHARED_NBYTES"),
-            (gloo, "_MAX_STAGED_NBYTES"),
-            (gradients, "BATCH_NBYTES"),
-            (_schedule, "BATCH_NBYTES"),
+        for module, name, value in (
+            (gloo, "_SHARED_NBYTES", 0),
+            (gloo, "_MAX_STAGED_NBYTES", 0),
+            (gloo, "_ADDED", 7),
+            (gradients, "BATCH_NBYTES", 0),
+            (_schedule, "BATCH_NBYTES", 0),
         ):
-            stack.enter_context(mock.patch.object(module, name, 0))
+            stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+def with_large_groups(fn: Callable[..., typing.Any], *args: typing.Any) -> typing.Any:
+    """Run a function in a rank, as `all_read_directly`."""
+    with all_read_directly():
+        return fn(*args)
 
 
 _MARK_NBYTES = 12_289

@@ -12,7 +12,7 @@ import workers
 from litter import pytest_sessionfinish, pytest_sessionstart  # noqa: F401 - hooks
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Examples that start or import things take long the first time only. The same ones are tried in
 # every run, so that none is red by chance; `--hypothesis-profile fresh` tries others.
@@ -45,6 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run what is spawned on a simulated accelerator (tests/streams)",
     )
+    parser.addoption(
+        "--large",
+        action="store_true",
+        help="treat all groups of CPU ranks as those of 1 MiB and more: see CONTRIBUTING.md",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,32 +65,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def spawn(request: pytest.FixtureRequest, pools: workers.Pools) -> workers.Spawn:
     """``spawn(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` returned, by rank."""
-    return _on_device(request, pools.spawn)
+    return _as_asked(request, pools.spawn)
 
 
 @pytest.fixture
 def spawn_errors(request: pytest.FixtureRequest, pools: workers.Pools) -> workers.Spawn:
     """``spawn_errors(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` raised, by rank."""
-    return _on_device(request, pools.spawn_errors)
+    return _as_asked(request, pools.spawn_errors)
 
 
-def _on_device(request: pytest.FixtureRequest, spawn: workers.Spawn) -> workers.Spawn:
-    """Return what runs a function in every rank, on a simulated accelerator if that was asked."""
-    if not request.config.getoption("--simulated"):
+def _as_asked(request: pytest.FixtureRequest, spawn: workers.Spawn) -> workers.Spawn:
+    """Return what runs a function in every rank, in the way that an option has asked for."""
+    way: Callable[..., typing.Any]
+    if request.config.getoption("--simulated"):
+        from simulation import simulated as way
+    elif request.config.getoption("--large"):
+        from allocated import with_large_groups as way
+    else:
         return spawn
-    from simulation import simulated
 
-    def on_device(
+    def in_this_way(
         fn: typing.Any, world_size: int, *args: typing.Any, timeout_s: float = 60
     ) -> typing.Any:
         if fn is workers.in_each:  # Each case has a device of its own.
             choices, *args_of_case = args
-            call: tuple[typing.Any, ...] = (fn, world_size, choices, simulated, *args_of_case)
+            call: tuple[typing.Any, ...] = (fn, world_size, choices, way, *args_of_case)
         else:
-            call = (simulated, world_size, fn, *args)
+            call = (way, world_size, fn, *args)
         return spawn(*call, timeout_s=timeout_s)
 
-    return on_device
+    return in_this_way
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import typing
 
 import pytest
@@ -60,8 +61,8 @@ def store(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> RunStore:
 
 @contextlib.contextmanager
 def answering(store: RunStore, *statuses: RankStatus) -> Iterator[list[list[Result]]]:
-    """Answer rounds for ranks, as their watchdogs do; yield what each heard."""
-    is_over = threading.Event()
+    """Answer rounds for ranks, as their watchdogs do; yield what each heard of all rounds."""
+    is_over, before = threading.Event(), store.add("rounds", 0)
     heard: list[list[Result]] = [[] for _ in statuses]
     threads, ranks = [], []
     for status, results in zip(statuses, heard, strict=True):
@@ -78,6 +79,9 @@ def answering(store: RunStore, *statuses: RankStatus) -> Iterator[list[list[Resu
         threads[-1].start()
     try:
         yield heard
+        number, until = store.add("rounds", 0) - before, time.monotonic() + 10
+        while any(len(results) < number for results in heard) and time.monotonic() < until:
+            time.sleep(0.01)
     finally:
         is_over.set()
         for own in ranks:
