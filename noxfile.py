@@ -196,10 +196,10 @@ def files_with(*words: str) -> list[str]:
     return [str(file) for file in files if any(word in file.read_text() for word in words)]
 
 
-def run_simulated(session: nox.Session) -> None:
-    """Run cases of all backends, and others that were written for CPU ranks, on that device."""
-    wanted = (*SIMULATED, *(session.posargs or IN_PARALLEL))
-    session.run("pytest", "--simulated", "-m", NEED_NOTHING, *wanted)
+def run_as(session: nox.Session, option: str, files: Sequence[str]) -> None:
+    """Run tests that were written for CPU ranks in another way, for which pytest has an option."""
+    wanted = (*files, *(session.posargs or IN_PARALLEL))
+    session.run("pytest", option, "-m", NEED_NOTHING, *wanted)
 
 
 def fresh_examples() -> tuple[str, ...]:
@@ -301,22 +301,21 @@ def streams(session: nox.Session) -> None:
     """Run the accelerator's path on a simulated device: streams, events, memory, without a card."""
     install(session, "test")
     run_tests(session, "streams")
-    run_simulated(session)
+    run_as(session, "--simulated", SIMULATED)
 
 
 @nox.session
 def simulated(session: nox.Session) -> None:
     """Run the second half of `streams`: cases of CPU ranks, on the simulated device."""
     install(session, "test")
-    run_simulated(session)
+    run_as(session, "--simulated", SIMULATED)
 
 
 @nox.session
 def large(session: nox.Session) -> None:
     """Treat the small groups of tests as large ones: CPU ranks read them from each other."""
     install(session, "test")
-    wanted = (*AS_LARGE, *(session.posargs or IN_PARALLEL))
-    session.run("pytest", "--large", "-m", NEED_NOTHING, *wanted)
+    run_as(session, "--large", AS_LARGE)
 
 
 @nox.session

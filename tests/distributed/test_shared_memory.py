@@ -211,17 +211,15 @@ def test_it_grows_no_further() -> None:
 @on_ranks(2)
 def test_gradients_that_are_read_are_held() -> None:
     """Others are copied as they come: a layer needs no memory for both ways."""
-    mesh = make_mesh((2,))
-    layer = Uneven()
     with all_read_directly():
-        model = fully_shard(layer, mesh=mesh)
+        model = fully_shard(Uneven(), mesh=make_mesh((2,)))
         assert isinstance(model, FSDPModule)
-        groups = [state_of(model).group]
-        holds = [group.gradients.holds_layers for group in groups if group is not None]
+        group = state_of(model).group
+        assert group is not None
 
         def step(place: int) -> list[bool]:
             model(torch.ones(2, 19), place).sum().backward()
-            return [each(sync=sync) for each in holds for sync in (True, False)]
+            return [group.gradients.holds_layers(sync=sync) for sync in (True, False)]
 
         assert step(1) == [True, False]  # It uses all parameters.
         assert step(2) == [False, False]

@@ -23,14 +23,9 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
     made: Any = functools.cache(function)
 
     @functools.cache  # Calls that find a result take no lock.
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with lock:
             return made(*args, **kwargs)
 
-    def forget() -> None:
-        call.cache_clear()
-        made.cache_clear()
-
-    result: Any = functools.update_wrapper(call, function)
-    result.forget = forget  # Only tests do.
-    return cast("Callable[P, T]", result)
+    return cast("Callable[P, T]", call)

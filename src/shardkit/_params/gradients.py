@@ -101,15 +101,15 @@ class BucketGradients:
         self.held: dict[int, Tensor] = {}
         is_small = backend.batches_small_groups and self.send_nbytes < BATCH_NBYTES
         self.copies_together = backend.copies_gradients_together or is_small
-        self._may_send_parts = (
+        may_send_parts = (
             self.send_nbytes > 0
             and plan.axis.size > 1
             and torch.promote_types(plan.param_dtype, plan.reduce_dtype) == plan.reduce_dtype
             and not bucket.store.converts_gradients
         )
         takes_small = is_small and backend.takes_parts(plan.axis, is_small=True)
-        self._sends_small_parts = self._may_send_parts and takes_small
-        self.part_dtype = plan.param_dtype if self._may_send_parts else None
+        self._sends_small_parts = may_send_parts and takes_small
+        self.part_dtype = plan.param_dtype if may_send_parts else None
         self._buffer: SendBuffer | TracedSend | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
         self._unused: set[str] = set()
@@ -149,7 +149,7 @@ class BucketGradients:
     @property
     def takes_parts(self) -> bool:
         """Whether gradients of this bucket can be sent from where they are."""
-        if self._sends_small_parts or not self._may_send_parts:
+        if self._sends_small_parts or self.part_dtype is None:
             return self._sends_small_parts
         plan = self.bucket.plan  # Process groups of the axis may not have been there before.
         takes: bool = plan.mesh.backend.takes_parts(plan.axis, is_small=False)
@@ -474,7 +474,7 @@ class GroupGradients:
         for each in self.buckets:
             if not each.sends_parts and each.is_sent:
                 return False
-        return self._comm.reduce_scatter is None and self._comm.predivide_factor is None
+        return self._comm.reduce_scatter is None
 
     def holds_layers(self, *, sync: bool) -> bool:
         """Whether gradients of a layer are held until all have come.
@@ -484,10 +484,9 @@ class GroupGradients:
         """
         if self.copies_together:
             return True
-        is_changed = (
-            self._comm.reduce_scatter is not None or self._comm.predivide_factor is not None
-        )
-        if not sync or self._lacks_gradients or is_changed:
+        # They would be copied to be sent: a layer needs no memory for both.
+        is_copied = self._comm.reduce_scatter is not None or self._comm.predivide_factor is not None
+        if not sync or self._lacks_gradients or is_copied:
             return False
         return not any(each.is_written or not each.takes_parts for each in self.buckets)
 
@@ -507,7 +506,8 @@ class GroupGradients:
         assert not self.is_reducing, "the send buffers are on the wire"
         self._all_reduces = all_reduce
         self._prepared = [each for each in self.buckets if each.is_sent]
-        self._lacks_gradients = not all(all(each.fired) for each in self._prepared)
+        if not self.copies_together:
+            self._lacks_gradients = not all(all(each.fired) for each in self._prepared)
         if self.sends_parts:
             parts = [each.take_parts() for each in self._prepared]
         else:

@@ -354,8 +354,8 @@ class Backward:
     def some_have_come(self, group: ParamGroup) -> None:
         """Note that the first, or half, of a layer's gradients have come.
 
-        Before a layer holds many gradients, those of the last one are freed, if other ranks read
-        them. Before it is done, the next one is gathered.
+        When the first one comes, gradients of the layer before are freed, if other ranks read them.
+        When half of them have come, the layer that backward reaches next is gathered.
         """
         state = self._schedule.states[group.index]
         if state.num_arrived == 1:

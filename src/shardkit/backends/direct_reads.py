@@ -53,7 +53,7 @@ class DirectExchange:
         targets: Tensors to be filled by what the other ranks have, in rank order.
         of: Exchanges that all end when this one is not done in time.
         narrow_nbytes: Bytes of another form of what ranks send, such as values of fewer bytes. What
-            comes in this form fills the begin of a target. None: there is none.
+            comes in this form fills the beginning of a target. None: there is none.
 
     Attributes:
         tables: Tables for the other ranks: address and bytes of each tensor that they read.

@@ -148,10 +148,11 @@ class ExchangeHandle:
             if _is_shared(several):
                 self._exchanges.append(SharedExchange(several, of))
                 continue
-            is_read = _is_read(several[0])
-            is_copied = len(several) > 1 or (bool(several[0].parts) and not is_read)
+            first, is_read = several[0], _is_read(several[0])
+            sends_in_place = is_read and first.before is None  # Gradients are not ours to scale.
+            is_copied = len(several) > 1 or (bool(first.parts) and not sends_in_place)
             self.was_copied &= is_copied
-            one = _joined(several) if is_copied else several[0]
+            one = _joined(several) if is_copied else first
             if one.before is not None:
                 one.send.mul_(one.before)
             self._exchanges.append(ReadExchange(one, of) if is_read else Exchange(one, of))

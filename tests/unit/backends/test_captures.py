@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import typing
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from shardkit._compat import torch_devices
+from shardkit._compat.once import once
 from shardkit.backends.device import AcceleratorDevice
 
 
@@ -26,13 +28,11 @@ class Graph:
 
 
 @pytest.fixture(autouse=True)
-def graphs(monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[None]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = type("Graph", (), dict(vars(Graph)))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", cls)
-    once: typing.Any = torch_devices._note_captures  # noqa: SLF001
-    once.forget()
-    yield
-    once.forget()
+    note: typing.Any = torch_devices._note_captures  # noqa: SLF001
+    monkeypatch.setattr(torch_devices, "_note_captures", once(inspect.unwrap(note)))
 
 
 def may_ask() -> bool:
