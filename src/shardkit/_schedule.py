@@ -211,10 +211,11 @@ class GroupState:
         """Set how many gradients will come, before the first one of a backward."""
         self.num_expected = number
 
-    def count_gradient(self) -> bool:
-        """Note that a gradient came; return whether it was the last expected one."""
-        self.num_arrived += 1
-        return self.num_arrived == self.num_expected
+    def count_gradients(self, number: int) -> bool:
+        """Note that gradients came; return whether the last expected one is among them."""
+        before = self.num_arrived
+        self.num_arrived += number
+        return before < self.num_expected <= self.num_arrived
 
     def forget_gradients(self) -> None:
         """Clear the counts of gradients at the end of a backward."""
@@ -280,7 +281,8 @@ class PendingBackwards:
         self._last = _Pass()
         self._passes: dict[int, _Pass] = {}
         self._reached: set[int] = set()
-        self._inside: list[tuple[int, int]] = []
+        # Passes of the forwards that backward is inside of, by group.
+        self._inside: dict[int, list[int]] = {}
 
     def begin_pass(self, *, has_changed: bool) -> None:
         """Begin a new pass; if parameters have changed, drop all earlier passes."""
@@ -308,23 +310,25 @@ class PendingBackwards:
         number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
             self._reached.add(number)
-            self._inside.append((number, group))
+            self._inside.setdefault(group, []).append(number)
 
     def remove(self, group: int, in_pass: int | None) -> None:
         """Remove the group's last forward in a pass, as given to `reach`: its backward is done."""
         number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
             self._forget(number, group)
-            if (number, group) in self._inside:  # It holds only what backward is inside of.
-                self._inside.remove((number, group))
+            inside = self._inside.get(group, [])
+            if number in inside:
+                inside.remove(number)
 
     def end_backward(self) -> None:
         """Drop the passes that backward reached, at the end of the engine's run."""
         for number in self._reached:
             if number != self.number or not self._is_open:
                 self._passes.pop(number, None)
-        for number, group in self._inside:
-            self._forget(number, group)
+        for group, inside in self._inside.items():
+            for number in inside:
+                self._forget(number, group)
         self._reached.clear()
         self._inside.clear()
 
@@ -354,7 +358,7 @@ class PendingBackwards:
 
     def awaits_another(self, group: int) -> bool:
         """Whether a forward of the group that backward has not reached may have a backward."""
-        num_inside = sum(inside == group for _, inside in self._inside)
+        num_inside = len(self._inside.get(group, ()))
         return sum(each.counts.get(group, 0) for each in self._passes.values()) > num_inside
 
     def before(self, group: int, in_pass: int | None) -> Iterator[int]:

@@ -110,11 +110,18 @@ def instructions_of_a_group(num_layers: int, options: dict[str, typing.Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 1}],
-    ids=["zero3", "zero2", "kept parts"],
+    ("num_ranks", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"reshard_after_forward": False}),
+        (2, {"reshard_after_forward": 1}),
+    ],
+    ids=["one rank", "zero3", "zero2", "kept parts"],
 )
-def test_a_group_takes_no_more_among_many(spawn: Spawn, options: dict[str, typing.Any]) -> None:
-    few, many = (spawn(instructions_of_a_group, 2, n, options)[0] for n in (24, 96))
+def test_a_group_takes_no_more_among_many(
+    spawn: Spawn, num_ranks: int, options: dict[str, typing.Any]
+) -> None:
+    few, many = (spawn(instructions_of_a_group, num_ranks, n, options)[0] for n in (24, 96))
     for name, of_few in few.items():
         assert many[name] <= MORE_AMONG_MANY * of_few, (name, of_few, many[name])

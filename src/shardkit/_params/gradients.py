@@ -311,6 +311,10 @@ class BucketGradients:
         self.forget_fired()
 
 
+UnshardedGrad = tuple[BucketGradients, int, "Tensor"]
+"""The gradient of an unsharded parameter, and the bucket and the position of the parameter."""
+
+
 def _flat_of_grads(bucket: Bucket) -> Tensor | None:
     """Return the tensor of which all gradients of a bucket are views, laid out like its shard."""
     grads: list[Any] = [entry.param.grad for entry in bucket.entries]
@@ -459,9 +463,10 @@ class GroupGradients:
         """Whether a reduced gradient waits to know if any rank used the parameter."""
         return any(each.needs_settling for each in self.buckets)
 
-    def assign(self, gradients: BucketGradients, index: int, grad: Tensor) -> None:
-        """Assign the gradient of one parameter, if `is_local`."""
-        gradients.assign_local(index, grad, self._comm.divide_factor)
+    def assign(self, grads: Sequence[UnshardedGrad]) -> None:
+        """Assign gradients, if `is_local`."""
+        for gradients, index, grad in grads:
+            gradients.assign_local(index, grad, self._comm.divide_factor)
 
     def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
         """Copy the held gradients into the send buffers, and drop them."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._params.gradients import BucketGradients
+    from shardkit._params.gradients import UnshardedGrad
     from shardkit._runtime.events import ForwardRecord
     from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.passes import Passes
@@ -53,11 +53,12 @@ class FiniteNotes:
     def __init__(self) -> None:
         self._is_finite: dict[_Key, Tensor] = {}
 
-    def note(self, group: str, parameter: str, grad: Tensor) -> None:
-        """Note a gradient before it is averaged; backward reaches the last layers first."""
-        key, is_finite = (group, parameter), _is_finite(grad)
-        before = self._is_finite.get(key)
-        self._is_finite[key] = is_finite if before is None else before & is_finite
+    def note(self, group: str, grads: Sequence[UnshardedGrad]) -> None:
+        """Note gradients before they are averaged; backward reaches the last layers first."""
+        for gradients, index, grad in grads:
+            key = group, gradients.bucket.entries[index].name
+            is_finite, before = _is_finite(grad), self._is_finite.get(key)
+            self._is_finite[key] = is_finite if before is None else before & is_finite
 
     def take(self) -> list[_Key]:
         """Return and drop groups and parameters that were not finite, in the order of backward."""
@@ -312,27 +313,25 @@ class Backward:
         self._schedule.states[group.index].is_complete = True
         self._reductions.complete(group)
 
-    def on_grad(
-        self, group: ParamGroup, gradients: BucketGradients, index: int, grad: Tensor
-    ) -> None:
-        """Handle the arrival of an unsharded gradient."""
+    def on_grads(self, group: ParamGroup, grads: Sequence[UnshardedGrad]) -> None:
+        """Handle the arrival of unsharded gradients."""
         if not self.is_running:
             self.begin_backward()
         self._any_fired = True
         state = self._schedule.states[group.index]
-        if self._makes_graph and grad.requires_grad:
-            raise _no_graph_of(gradients.bucket.entries[index].name)
-        grad = self._passes.enter_gradient(group, gradients.bucket, grad)
+        if self._makes_graph:
+            _refuse_graphs(grads)
+        grads = self._passes.enter_gradients(group, grads)
         is_layer = state.num_watched > 0
         if watch_settings.check_gradients:
-            self.finite_notes.note(group.name, gradients.bucket.entries[index].name, grad)
-        if group.gradients.may_be_local and group.gradients.is_local:
-            group.gradients.assign(gradients, index, grad)
+            self.finite_notes.note(group.name, grads)
+        if group.gradients.is_local:
+            group.gradients.assign(grads)
         else:
-            self._reductions.collect(group, gradients, index, grad, is_layer=is_layer)
+            self._reductions.collect(group, grads, is_layer=is_layer)
         if state.num_arrived == 0:
             state.expect_gradients(group.num_trainable)
-        is_last = state.count_gradient()
+        is_last = state.count_gradients(len(grads))
         if is_layer:
             self.some_have_come(group)
         # A layer is complete when backward leaves it, so that its memory is free. If backward comes
@@ -375,7 +374,7 @@ class Backward:
 
     def end_backward(self) -> None:
         """Handle the end of the engine's run: reduce the rest, assign gradients, free memory."""
-        for group in self._groups:
+        for group in reversed(self._groups):  # As backward comes to them.
             group.grad_hooks.flush()
             self._any_fired |= self._schedule.states[group.index].num_arrived > 0
         if self._any_fired:
@@ -527,13 +526,16 @@ def refuse_compiled(outputs: Iterable[Any]) -> None:
             raise StateError(msg)
 
 
-def _no_graph_of(name: str) -> StateError:
-    msg = (
-        f"backward(create_graph=True) made the gradient of parameter {name!r}: it goes to a buffer "
-        f"of its group, which has no graph. Take differentiable gradients by "
-        f"torch.autograd.grad(loss, list(model.parameters()), create_graph=True)."
-    )
-    return StateError(msg)
+def _refuse_graphs(grads: Iterable[UnshardedGrad]) -> None:
+    for gradients, index, grad in grads:
+        if grad.requires_grad:
+            name = gradients.bucket.entries[index].name
+            msg = (
+                f"backward(create_graph=True) made the gradient of parameter {name!r}: it goes to "
+                f"a buffer of its group, which has no graph. Take differentiable gradients by "
+                f"torch.autograd.grad(loss, list(model.parameters()), create_graph=True)."
+            )
+            raise StateError(msg)
 
 
 def _pair(tensor: Any) -> tuple[Any, Any]:

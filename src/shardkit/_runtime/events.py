@@ -205,11 +205,10 @@ class GradHooks:
 
     def flush(self) -> None:
         """Take the gradients that have come but were not taken."""
-        for noted in (*self._noted, *self.nested):
-            param, of, index = self._places[id(noted)]
-            _take_grad(self._group, of, index, None, param)
-        self._noted.clear()
-        self.nested.clear()
+        if self._noted or self.nested:
+            self._take((*self._noted, *self.nested))
+            self._noted.clear()
+            self.nested.clear()
 
     @property
     def has_left(self) -> bool:
@@ -218,8 +217,21 @@ class GradHooks:
 
     def take_left(self) -> None:
         """Take the gradients that no hook reported."""
-        for param, of, index in self._places.values():
-            _take_grad(self._group, of, index, None, param)
+        self._take([param for param, _, _ in self._places.values()])
+
+    def _take(self, params: Iterable[Tensor]) -> None:
+        grads = []
+        for each in params:
+            param, of, index = self._places[id(each)]
+            gradients, grad = of(), param.grad
+            if gradients is not None and grad is not None:
+                param.grad = None
+                if grad.layout is not torch.strided:
+                    raise _no_sparse(grad, gradients, index)
+                grads.append((gradients, index, grad))
+        group = self._group()
+        if grads and group is not None:
+            group.listener.on_grads(group, grads)
 
     def discard(self) -> None:
         """Drop all gradients that have not been taken."""
@@ -253,28 +265,22 @@ def _take_grad(
     group_ref: weakref.ref[Any],
     gradients_ref: weakref.ref[BucketGradients],
     index: int,
-    layer: _Layer | None,
+    layer: _Layer,
     param: Tensor,
 ) -> None:
     """Take a gradient from an unsharded parameter, as its hook."""
     group, gradients, grad = group_ref(), gradients_ref(), param.grad
     if group is None or gradients is None or grad is None:
         return
-    if layer is not None and group.grad_hooks.run not in (-1, torch_autograd.current_run()):
+    if group.grad_hooks.run not in (-1, torch_autograd.current_run()):
         group.grad_hooks.nested.append(param)
         return
     param.grad = None
     if grad.layout is not torch.strided:
-        msg = (
-            f"parameter {gradients.bucket.entries[index].name!r} got a sparse gradient "
-            f"({grad.layout}), which cannot be cut into flat ranges and averaged: expected a dense "
-            f"one. Look it up with sparse=False, or pass it in ignored_params of fully_shard."
-        )
-        raise StateError(msg)
-    counts = None if layer is None else layer.counts
-    if layer is None or counts is None or index in gradients.held:
-        assert group.listener is not None
-        group.listener.on_grad(group, gradients, index, grad)
+        raise _no_sparse(grad, gradients, index)
+    counts = layer.counts
+    if counts is None or index in gradients.held:
+        group.listener.on_grads(group, [(gradients, index, grad)])
         return
     gradients.fired[index] = 1
     gradients.held[index] = grad
@@ -284,3 +290,11 @@ def _take_grad(
         notify = layer.notify()
         if notify is not None:
             notify(group)
+
+
+def _no_sparse(grad: Tensor, gradients: BucketGradients, index: int) -> StateError:
+    return StateError(
+        f"parameter {gradients.bucket.entries[index].name!r} got a sparse gradient "
+        f"({grad.layout}), which cannot be cut into flat ranges and averaged: expected a dense "
+        f"one. Look it up with sparse=False, or pass it in ignored_params of fully_shard."
+    )

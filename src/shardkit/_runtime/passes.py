@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from shardkit._params.bucket import Bucket
+    from shardkit._params.gradients import UnshardedGrad
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
     from shardkit.backends.base import Region
@@ -173,10 +174,12 @@ class Passes:
     def enter_backward(self, group: ParamGroup, grad: Tensor) -> None:
         """Note that backward reaches a group with a gradient of its outputs."""
 
-    def enter_gradient(self, group: ParamGroup, bucket: Bucket, grad: Tensor) -> Tensor:
-        """Return this rank's part of a gradient of an unsharded parameter."""
-        del group, bucket
-        return grad
+    def enter_gradients(
+        self, group: ParamGroup, grads: Sequence[UnshardedGrad]
+    ) -> Sequence[UnshardedGrad]:
+        """Return this rank's parts of gradients of unsharded parameters."""
+        del group
+        return grads
 
     def end_backward(self, in_use: Callable[[int], bool]) -> None:
         """End a backward."""
@@ -279,15 +282,21 @@ class TracedPasses(Passes):
         self.region.progress(grad)
         self.region.gathers_wait = self._settings.barrier_in_backward
 
-    def enter_gradient(self, group: ParamGroup, bucket: Bucket, grad: Tensor) -> Tensor:
-        """Return a rank's part of a gradient of an unsharded parameter.
+    def enter_gradients(
+        self, group: ParamGroup, grads: Sequence[UnshardedGrad]
+    ) -> Sequence[UnshardedGrad]:
+        """Return a rank's parts of gradients of unsharded parameters.
 
         The gradient of a use outside of forward, after `unshard()` by hand, is whole, and no
         rank's part.
         """
+        if group.index in self._entered or not self.region.is_spmd:
+            return grads
+        return [(of, index, self._part_of(of.bucket, grad)) for of, index, grad in grads]
+
+    def _part_of(self, bucket: Bucket, grad: Tensor) -> Tensor:
         assert isinstance(bucket.store, TracedStore)
-        is_outside = bucket.store.is_outside or not self._comes_from_output
-        if group.index in self._entered or not is_outside or not self.region.is_spmd:
+        if not bucket.store.is_outside and self._comes_from_output:
             return grad
         return self.region.enter_shared(grad.detach()) / self.region.num_ranks
 

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
-
     from shardkit._params.flat_store import Store
-    from shardkit._params.gradients import BucketGradients
+    from shardkit._params.gradients import UnshardedGrad
     from shardkit._params.memory import SlotPool
     from shardkit._runtime.agreement import UsedParameters
     from shardkit._runtime.group import ParamGroup
@@ -517,26 +515,19 @@ class Reductions:
             self.finish()  # A wait for them communicates once more, which needs one order.
         self.order.begin_backward()
 
-    def collect(
-        self,
-        group: ParamGroup,
-        gradients: BucketGradients,
-        index: int,
-        grad: Tensor,
-        *,
-        is_layer: bool,
-    ) -> None:
-        """Take a gradient to reduce."""
+    def collect(self, group: ParamGroup, grads: Sequence[UnshardedGrad], *, is_layer: bool) -> None:
+        """Take gradients to reduce."""
         is_held = group.gradients.holds_layers(sync=group.settings.sync)
         writes = is_layer and not is_held
         if writes and self._under_way and self._is_host_synchronous:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
         if writes and self._under_way and group.gradients.is_reducing:
             self._finish_through(group)  # The send buffer is in flight.
-        sums = is_held or gradients.copies_together
-        if index in gradients.held and self._is_host_synchronous and sums:
-            self._write_held(group)  # Sums are made in the dtype of the send buffer.
-        gradients.collect(index, grad, self._streams, self._slots, hold=not writes)
+        for gradients, index, grad in grads:
+            sums = is_held or gradients.copies_together
+            if index in gradients.held and self._is_host_synchronous and sums:
+                self._write_held(group)  # Sums are made in the dtype of the send buffer.
+            gradients.collect(index, grad, self._streams, self._slots, hold=not writes)
 
     def free_read(self, group: ParamGroup) -> None:
         """Wait for gradients that other ranks read, before a layer holds more of its own."""

@@ -186,7 +186,7 @@ def test_one_rank_assigns_at_once() -> None:
     collecting = Collecting((1,))
     assert collecting.gradients.is_local
     for expected in (5.0, 10.0):
-        collecting.gradients.assign(collecting.gradients.buckets[0], 1, torch.full((2,), 5.0))
+        collecting.gradients.assign([(collecting.gradients.buckets[0], 1, torch.full((2,), 5.0))])
         assert collecting.grads() == {"a": None, "b": {expected}, "c": None}
     collecting.model.set_all_reduce_hook(lambda flat: flat.mul_(1))
     assert not collecting.gradients.is_local, "the hook sees reduced buffers"

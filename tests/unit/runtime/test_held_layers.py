@@ -19,6 +19,9 @@ from shardkit._module.hooks import get_state
 from shardkit._runtime.backward import Backward
 
 if typing.TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit._params.gradients import UnshardedGrad
     from shardkit._runtime.group import ParamGroup
 
 Copies = list[int]
@@ -41,13 +44,13 @@ def _copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 def _told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the group of each gradient is added that backward is told of."""
     found: list[int] = []
-    tell = Backward.on_grad
+    tell = Backward.on_grads
 
-    def on_grad(self: Backward, group: ParamGroup, *rest: typing.Any) -> None:
-        found.append(group.index)
-        tell(self, group, *rest)
+    def on_grads(self: Backward, group: ParamGroup, grads: Sequence[UnshardedGrad]) -> None:
+        found.extend([group.index] * len(grads))
+        tell(self, group, grads)
 
-    monkeypatch.setattr(Backward, "on_grad", on_grad)
+    monkeypatch.setattr(Backward, "on_grads", on_grads)
     return found
 
 
