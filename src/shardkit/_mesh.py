@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,28 +205,21 @@ def _in_group_order(shape: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int
     """
     if all(a < b for a, b in itertools.pairwise(ranks)):
         return ranks
+    at = dict(zip(itertools.product(*map(range, shape)), ranks, strict=True))
     for axis in reversed(range(len(shape))):
-        lines = _lines(shape, ranks, axis)
+        by_line: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for place, rank in at.items():
+            by_line[*place[:axis], *place[axis + 1 :]].append(rank)
+        lines = [*by_line.values()]
         orders = [sorted(range(shape[axis]), key=line.__getitem__) for line in lines]
         wrong = next((i for i, order in enumerate(orders) if order != orders[0]), None)
         if wrong is not None and axis > 0:
             msg = (
-                f"a mesh of shape {shape} lists ranks {[*lines[0]]} along axis {axis}, and at "
-                f"another place {[*lines[wrong]]}. Process groups number their ranks from the "
+                f"a mesh of shape {shape} lists ranks {lines[0]} along axis {axis}, and at "
+                f"another place {lines[wrong]}. Process groups number their ranks from the "
                 f"lowest one, so ranks at one coordinate would hold different pieces. List the "
                 f"ranks along each axis in ascending order."
             )
             raise MeshError(msg)
-        step, size = math.prod(shape[axis + 1 :]), shape[axis]
-        ranks = tuple(
-            ranks[at + (orders[0][at // step % size] - at // step % size) * step]
-            for at in range(len(ranks))
-        )
-    return ranks
-
-
-def _lines(shape: tuple[int, ...], ranks: tuple[int, ...], axis: int) -> list[tuple[int, ...]]:
-    """Return the ranks that differ along one axis only, for each place on the other axes."""
-    step, size = math.prod(shape[axis + 1 :]), shape[axis]
-    starts = [at for at in range(len(ranks)) if at // step % size == 0]
-    return [ranks[start : start + size * step : step] for start in starts]
+        at = {place: at[*place[:axis], orders[0][place[axis]], *place[axis + 1 :]] for place in at}
+    return tuple(at.values())

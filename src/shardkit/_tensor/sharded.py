@@ -11,6 +11,7 @@ import copy
 import functools
 import math
 import weakref
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -563,10 +564,11 @@ class _Cut(torch.autograd.Function):
         return grad.full_tensor() if isinstance(grad, HostValues) else grad, None, None
 
 
+@dataclass(slots=True, eq=False)
 class _GradientCut(OwnHook):
     """Hook that turns any gradient of a sharded tensor into a sharded one.
 
-    Args:
+    Attributes:
         spec: Cut of the tensor.
         may_be_number: Whether a gradient that is one number, expanded to the shape, is one on every
             rank. That is so if the tensor was reduced. If the whole tensor was used with data, it
@@ -574,17 +576,15 @@ class _GradientCut(OwnHook):
         refusal: Reason why no gradient may arrive; None: it may.
     """
 
-    def __init__(
-        self, spec: ShardSpec, *, may_be_number: bool = True, refusal: str | None = None
-    ) -> None:
-        self._spec = spec
-        self.may_be_number = may_be_number
-        self._refusal = refusal
+    spec: ShardSpec
+    _: KW_ONLY
+    may_be_number: bool = True
+    refusal: str | None = None
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        spec = self._spec
-        if self._refusal is not None:
-            raise ShardedTensorError(self._refusal)
+        spec = self.spec
+        if self.refusal is not None:
+            raise ShardedTensorError(self.refusal)
         if grad is None:
             return None
         if type(grad) is ShardedTensor and grad.spec.same_cut(spec):
