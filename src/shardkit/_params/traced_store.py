@@ -59,12 +59,11 @@ class TracedStore(Store):
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: EvenLayout | None = None
     ) -> None:
         super().__init__(plan, entries)
-        self._check(plan, entries)
+        self.layout = layout or self.plan_layout(plan, entries)
         self.bucket_id = plan.mesh.backend.next_bucket_id()
         self.is_outside = False
         self._job: TracedGather | None = None
         self._has_memory = False
-        self.layout = layout or self.plan_layout(plan, entries)
         self.specs = [traced_spec(self.layout, i, plan.mesh, e.name) for i, e in enumerate(entries)]
         self._pieces = [self._cut_piece(i, e.param.detach()) for i, e in enumerate(entries)]
         self.unsharded = [self._new_unsharded(i, self._empty()) for i in range(len(entries))]

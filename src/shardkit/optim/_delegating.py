@@ -124,8 +124,17 @@ class DelegatingOptimizer(Optimizer, ABC):
         return self.optimizer_class([torch.nn.Parameter(torch.zeros(1))], **self._options)
 
     @abstractmethod
+    def _identity_of(self, param: Any) -> tuple[Any, ...]:
+        """Return objects that are others when an inner tensor does not represent the parameter."""
+
     def _described(self) -> list[Any]:
-        """Return objects that are others when the inner tensors do not represent the parameters."""
+        """Return the identities of all parameters, and None before those of each group."""
+        found: list[Any] = []
+        for group in self.param_groups:
+            found.append(None)
+            for param in group["params"]:
+                found += self._identity_of(param)
+        return found
 
     def _is_outdated(self) -> bool:
         """Whether the inner optimizer's tensors no longer represent the parameters."""
@@ -340,7 +349,9 @@ class DelegatingOptimizer(Optimizer, ABC):
         """Take over a copied or loaded content; the next step makes the inner optimizer."""
         state = dict(state)
         if "state" in state:
-            shown = map_leaves(state.pop("state"), _unwrap)
+            shown = map_leaves(
+                state.pop("state"), lambda leaf: leaf.tensor if isinstance(leaf, _Wrapped) else leaf
+            )
             self._shown, self._as_shown = defaultdict(dict, shown), None
         if "optimizer_class" in state:
             self._forget()
@@ -364,7 +375,3 @@ def _wrap_tensors(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return _Wrapped(leaf) if isinstance(leaf, Tensor) else leaf
 
     return {**state_dict, "state": map_leaves(state_dict["state"], wrap)}
-
-
-def _unwrap(leaf: Any) -> Any:
-    return leaf.tensor if isinstance(leaf, _Wrapped) else leaf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -407,14 +406,8 @@ class LocalOptimizer(DelegatingOptimizer):
             result.append([run.tensor for run in runs])
         return result
 
-    def _described(self) -> list[Any]:
-        """Return the groups, each followed by its parameters with their pieces."""
-        found: list[Any] = []
-        for group in self.param_groups:
-            found.append(group)
-            for param in group["params"]:
-                found += param, param.local_piece if type(param) is ShardedTensor else None
-        return found
+    def _identity_of(self, param: Any) -> tuple[Any, ...]:
+        return param, param.local_piece if type(param) is ShardedTensor else None
 
     def _is_outdated(self) -> bool:
         """Whether parameters were added or have other pieces, or gradients split a run."""
@@ -424,7 +417,6 @@ class LocalOptimizer(DelegatingOptimizer):
         params = (param for group in self.param_groups for param in group["params"])
         with writing_only([param for param in params if isinstance(param, ShardedTensor)]):
             self._bring()
-            draws: Any = contextlib.nullcontext()
             if self._is_random:
                 # Kept in the groups, so that it is in state dicts and checkpoints.
                 number = 1 + max(group.get("num_steps", 0) for group in self.param_groups)
@@ -432,8 +424,9 @@ class LocalOptimizer(DelegatingOptimizer):
                     group["num_steps"] = number
                 devices = [run.tensor.device for run in self._runs]
                 device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-                draws = own_random_numbers(device, number)  # Equal on replicas of a shard.
-            with draws:
+                with own_random_numbers(device, number):  # Equal on replicas of a shard.
+                    torch_autograd.step_without_global_hooks(inner)
+            else:
                 torch_autograd.step_without_global_hooks(inner)
             self._take()
 

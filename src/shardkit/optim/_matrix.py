@@ -539,14 +539,8 @@ class MatrixOptimizer(DelegatingOptimizer):
         check_by_parameter(self.optimizer_class)
         return self.optimizer_class([nn.Parameter(torch.zeros(1, 1))], **self._options)
 
-    def _described(self) -> list[Any]:
-        """Return the parameters with their cuts and dtypes; None before those of each group."""
-        found: list[Any] = []
-        for group in self.param_groups:
-            found.append(None)
-            for param in group["params"]:
-                found += param, getattr(param, "spec", None), param.dtype
-        return found
+    def _identity_of(self, param: Any) -> tuple[Any, ...]:
+        return param, getattr(param, "spec", None), param.dtype
 
     def _new_tensors(self) -> list[list[nn.Parameter]]:
         if self._is_outdated():

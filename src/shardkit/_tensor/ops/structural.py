@@ -133,9 +133,12 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(target) is not ShardedTensor:
         return whole(func, args, kwargs)
     is_sharded = type(source) is ShardedTensor
-    if not is_sharded or not source.spec.same_cut(target.spec):
+    if is_sharded and source.spec.same_cut(target.spec):
+        piece = source.local_piece
+    else:
         check_in_place(func, target, source)
-    func(target.local_piece, piece_beside(func, source, target.spec), *args[2:], **kwargs)
+        piece = piece_beside(func, source, target.spec)
+    func(target.local_piece, piece, *args[2:], **kwargs)
     target.spec.annotate_sharding(target.local_piece)
     # A result of operators, as in nn.init.trunc_normal_, updates the present values.
     note_write(target, is_followed=not is_sharded or (source.flat is None and not is_param(source)))
