@@ -240,29 +240,25 @@ class TracedSend:
 
     Attributes:
         flat: Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, after `complete`.
+        written: The gradients that came, by parameter.
     """
 
     def __init__(self, layout: EvenLayout, plan: BucketPlan) -> None:
         self._layout, self._plan = layout, plan
-        self._grads: dict[int, Tensor] = {}
+        self.written: dict[int, Tensor] = {}
         self.flat: Any = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients that are kept."""
-        return sum(grad.nbytes for grad in self._grads.values())
-
-    @property
-    def written(self) -> dict[int, Tensor]:
-        """The gradients that came, by parameter."""
-        return self._grads
+        return sum(grad.nbytes for grad in self.written.values())
 
     def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
         """Take a gradient, or add it to the present one."""
         del streams, pool
         flat = grad.detach().to(self._plan.reduce_dtype).reshape(-1)
         flat = padded(flat, self._layout.padded_part_numel(index))
-        self._grads[index] = self._grads[index] + flat if index in self._grads else flat
+        self.written[index] = self.written[index] + flat if index in self.written else flat
 
     def write_all(self, grads: Mapping[int, Tensor], streams: CommStreams, pool: SlotPool) -> None:
         """Take several gradients, or add them to the present ones."""
@@ -280,13 +276,13 @@ class TracedSend:
             return torch.zeros(num_ranks, columns, dtype=plan.reduce_dtype, device=plan.device)
 
         columns = [
-            self._grads[i].view(num_ranks, -1) if i in self._grads else zeros(size)
+            self.written[i].view(num_ranks, -1) if i in self.written else zeros(size)
             for i, size in enumerate(layout.sizes)
             if size
         ]
         if layout.tail_numel:
             columns.append(zeros(layout.tail_numel))
-        self._grads = {}
+        self.written = {}
         self.flat = torch.cat(columns, 1).reshape(-1) if columns else zeros(0).reshape(-1)
 
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:

@@ -17,7 +17,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import writing_only
 from shardkit.optim._codecs import codec_of, fresh_state, is_number, own_random_numbers
 from shardkit.optim._delegating import DelegatingOptimizer, State
-from shardkit.optim._refusals import BY_OWNERS, NORM, check_elementwise
+from shardkit.optim._refusals import BY_OWNERS, NORM, check_class
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -382,7 +382,7 @@ class LocalOptimizer(DelegatingOptimizer):
         self._runs: list[SteppedRun] = []
 
     def _probe(self) -> Optimizer:
-        check_elementwise(self.optimizer_class)
+        check_class(self.optimizer_class, on_wholes=False)
         probe = super()._probe()
         # An option of bitsandbytes: it clips each parameter's update by its norm.
         if getattr(getattr(probe, "args", None), "max_unorm", 0.0):

@@ -16,7 +16,7 @@ from shardkit._tensor.written_values import Mark, writing_only
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._owners import Gathering, Scattering, make_owner_groups, matrix_cost
-from shardkit.optim._refusals import check_by_parameter
+from shardkit.optim._refusals import check_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -536,7 +536,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         raise OptimizerError(msg)
 
     def _probe(self) -> Optimizer:
-        check_by_parameter(self.optimizer_class)
+        check_class(self.optimizer_class, on_wholes=True)
         return self.optimizer_class([nn.Parameter(torch.zeros(1, 1))], **self._options)
 
     def _identity_of(self, param: Any) -> tuple[Any, ...]:
