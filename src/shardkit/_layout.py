@@ -115,17 +115,21 @@ def align_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
+@dataclass(frozen=True, slots=True)
 class BucketLayout:
     """What the layouts of a bucket have in common: shards of one size.
 
     Attributes:
-        numels: Elements of each parameter.
-        shard_numel: Elements of each rank's shard, padding included.
-        world_size: Number of ranks that the bucket is cut over.
+        shapes: Global shape of each parameter, in bucket order.
+        numels: Number of elements of each parameter.
+        offsets: Position of each parameter; see the subclass.
+        shard_numel: Number of elements of every rank's shard, padding included.
+        world_size: Number of shards.
     """
 
-    __slots__ = ()
+    shapes: tuple[tuple[int, ...], ...]
     numels: tuple[int, ...]
+    offsets: tuple[int, ...]
     shard_numel: int
     world_size: int
 
@@ -139,24 +143,64 @@ class BucketLayout:
         """Elements of the shards that belong to no parameter."""
         return self.padded_numel - sum(self.numels)
 
+    def cut(self, index: int) -> tuple[int, int, int, int]:
+        """Return the numbers that decide how parameter `index` is cut; equal cuts, equal pieces.
 
-@dataclass(frozen=True, slots=True)
+        They are (offset, numel, shard_numel, world_size) of a `FlatLayout`.
+        """
+        return self.offsets[index], self.numels[index], self.shard_numel, self.world_size
+
+    def owned_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return [start, stop) of flattened parameter `index` that `rank` owns; may be empty."""
+        offset, numel, shard_numel, _ = self.cut(index)
+        start = rank * shard_numel - offset
+        return min(max(start, 0), numel), min(max(start + shard_numel, 0), numel)
+
+    def shard_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return [start, stop) in `rank`'s shard where its piece of parameter `index` lies.
+
+        The range excludes padding. An empty piece is ``(0, 0)``.
+        """
+        start, stop = self.owned_range(index, rank)
+        if start == stop:
+            return 0, 0
+        _, _, shard_numel, _ = self.cut(index)
+        shift = self.offsets[index] - rank * shard_numel
+        return start + shift, stop + shift
+
+    def owners(self, index: int) -> range:
+        """Return the consecutive ranks that own a part of parameter `index`; may be empty."""
+        offset, numel, shard_numel, _ = self.cut(index)
+        if numel == 0:
+            return range(0)
+        return range(offset // shard_numel, (offset + numel - 1) // shard_numel + 1)
+
+
+def _checked(shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return shapes as tuples; refuse negative dims."""
+    for shape in shapes:
+        if any(dim < 0 for dim in shape):
+            msg = f"a shape must not have negative dimensions, got {tuple(shape)}."
+            raise LayoutError(msg)
+    return tuple(map(tuple, shapes))
+
+
+def _end_to_end(numels: Sequence[int], multiple: int) -> tuple[tuple[int, ...], int]:
+    """Return the starts of parts that lie end to end, each aligned, and the end of the last one."""
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(align_up(end, multiple))
+        end = offsets[-1] + numel
+    return tuple(offsets), end
+
+
 class FlatLayout(BucketLayout):
     """The `Flat` layout of one bucket; make it by `FlatLayout.plan`.
 
-    Attributes:
-        shapes: Global shape of each parameter, in bucket order.
-        numels: Number of elements of each parameter.
-        offsets: Position of the first element of each parameter in the flat space.
-        shard_numel: Number of elements of every rank's range, padding included.
-        world_size: Number of ranges.
+    `offsets` has the position of the first element of each parameter in the flat space.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shard_numel: int
-    world_size: int
+    __slots__ = ()
 
     @classmethod
     def plan(cls, shapes: Sequence[Sequence[int]], *, world_size: int, itemsize: int) -> FlatLayout:
@@ -179,69 +223,18 @@ class FlatLayout(BucketLayout):
                 f"Pass the size of the shard axis and the element size in bytes."
             )
             raise LayoutError(msg)
-        align_numel = max(1, ALIGN_NBYTES // itemsize)
-        fixed_shapes, numels, offsets, end = [], [], [], 0
-        for shape in shapes:
-            if any(dim < 0 for dim in shape):
-                msg = f"a shape must not have negative dimensions, got {tuple(shape)}."
-                raise LayoutError(msg)
-            start = align_up(end, align_numel)
-            numel = math.prod(shape)
-            fixed_shapes.append(tuple(shape))
-            numels.append(numel)
-            offsets.append(start)
-            end = start + numel
-        return cls(
-            shapes=tuple(fixed_shapes),
-            numels=tuple(numels),
-            offsets=tuple(offsets),
-            shard_numel=align_up(-(-end // world_size), align_numel),
-            world_size=world_size,
-        )
+        multiple = max(1, ALIGN_NBYTES // itemsize)
+        fixed = _checked(shapes)
+        numels = tuple(map(math.prod, fixed))
+        offsets, end = _end_to_end(numels, multiple)
+        shard_numel = align_up(-(-end // world_size), multiple)
+        return cls(fixed, numels, offsets, shard_numel, world_size)
 
     @classmethod
     def of_one(cls, shape: Sequence[int], cut: tuple[int, int, int, int]) -> FlatLayout:
         """Return a layout of one parameter that is cut as `cut` of another layout describes."""
         offset, numel, shard_numel, world_size = cut
-        return cls(
-            shapes=(tuple(shape),),
-            numels=(numel,),
-            offsets=(offset,),
-            shard_numel=shard_numel,
-            world_size=world_size,
-        )
-
-    def owned_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return [start, stop) of flattened parameter `index` that `rank` owns; may be empty."""
-        shard_start = rank * self.shard_numel - self.offsets[index]
-        numel = self.numels[index]
-        start = min(max(shard_start, 0), numel)
-        stop = min(max(shard_start + self.shard_numel, 0), numel)
-        return start, stop
-
-    def shard_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return [start, stop) in `rank`'s shard where its piece of parameter `index` lies.
-
-        An empty piece is ``(0, 0)``.
-        """
-        start, stop = self.owned_range(index, rank)
-        if start == stop:
-            return 0, 0
-        shift = self.offsets[index] - rank * self.shard_numel
-        return start + shift, stop + shift
-
-    def owners(self, index: int) -> range:
-        """Return the consecutive ranks that own a part of parameter `index`; may be empty."""
-        numel = self.numels[index]
-        if numel == 0:
-            return range(0)
-        first = self.offsets[index] // self.shard_numel
-        last = (self.offsets[index] + numel - 1) // self.shard_numel
-        return range(first, last + 1)
-
-    def cut(self, index: int) -> tuple[int, int, int, int]:
-        """Return the numbers that decide how parameter `index` is cut; equal cuts, equal pieces."""
-        return self.offsets[index], self.numels[index], self.shard_numel, self.world_size
+        return cls((tuple(shape),), (numel,), (offset,), shard_numel, world_size)
 
 
 # --- even layouts ---------------------------------------------------------------------------------
@@ -265,21 +258,13 @@ ALIGN_NUMEL = 128
 class EvenLayout(BucketLayout):
     """The `Even` layout of one bucket; make it by `EvenLayout.plan`.
 
+    `offsets` has the position of the first element of each parameter's part in a shard.
+
     Attributes:
-        shapes: Global shape of each parameter, in bucket order.
-        numels: Number of elements of each parameter.
         sizes: Number of elements of each parameter's part, padding included; equal on all ranks.
-        offsets: Position of the first element of each parameter's part in a shard.
-        shard_numel: Number of elements of every rank's shard, padding included.
-        world_size: Number of shards.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
     sizes: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shard_numel: int
-    world_size: int
 
     @classmethod
     def plan(cls, shapes: Sequence[Sequence[int]], *, world_size: int) -> EvenLayout:
@@ -297,24 +282,11 @@ class EvenLayout(BucketLayout):
         if world_size < 1:
             msg = f"world_size must be at least 1, got {world_size}. Pass the size of the axis."
             raise LayoutError(msg)
-        for shape in shapes:
-            if any(dim < 0 for dim in shape):
-                msg = f"a shape must not have negative dimensions, got {tuple(shape)}."
-                raise LayoutError(msg)
-        numels = [math.prod(shape) for shape in shapes]
-        sizes = [-(-numel // world_size) for numel in numels]
-        offsets, end = [], 0
-        for size in sizes:
-            offsets.append(end)
-            end += size
-        return cls(
-            shapes=tuple(tuple(shape) for shape in shapes),
-            numels=tuple(numels),
-            sizes=tuple(sizes),
-            offsets=tuple(offsets),
-            shard_numel=align_up(end, ALIGN_NUMEL),
-            world_size=world_size,
-        )
+        fixed = _checked(shapes)
+        numels = tuple(map(math.prod, fixed))
+        sizes = tuple(-(-numel // world_size) for numel in numels)
+        offsets, end = _end_to_end(sizes, 1)
+        return cls(fixed, numels, offsets, align_up(end, ALIGN_NUMEL), world_size, sizes)
 
     @property
     def tail_numel(self) -> int:
@@ -328,27 +300,6 @@ class EvenLayout(BucketLayout):
     def columns(self, index: int) -> tuple[int, int]:
         """Return [start, stop) in every shard where the part of parameter `index` lies, padded."""
         return self.offsets[index], self.offsets[index] + self.sizes[index]
-
-    def owned_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return [start, stop) of flattened parameter `index` that `rank` owns; may be empty."""
-        size, numel = self.sizes[index], self.numels[index]
-        return min(rank * size, numel), min((rank + 1) * size, numel)
-
-    def shard_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return [start, stop) in `rank`'s shard where its piece of parameter `index` lies.
-
-        The range excludes the padding of the part. An empty piece is ``(0, 0)``.
-        """
-        start, stop = self.owned_range(index, rank)
-        if start == stop:
-            return 0, 0
-        return self.offsets[index], self.offsets[index] + stop - start
-
-    def owners(self, index: int) -> range:
-        """Return the consecutive ranks that own a part of parameter `index`; may be empty."""
-        if self.numels[index] == 0:
-            return range(0)
-        return range(-(-self.numels[index] // self.sizes[index]))
 
     def cut(self, index: int) -> tuple[int, int, int, int]:
         """Return the numbers that decide how parameter `index` is cut; equal cuts, equal pieces.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,12 +93,17 @@ class DeviceMesh:
         """Return the size of one axis, or of the whole mesh."""
         return len(self.ranks) if mesh_dim is None else self.shape[self.axis_index(mesh_dim)]
 
-    def axis_index(self, axis: int | str) -> int:
-        """Return the position of an axis given by name or number.
+    def axis_index(self, axis: int | str | None) -> int:
+        """Return the position of an axis given by name or number; None: of the only one.
 
         Raises:
-            MeshError: If there is no such axis.
+            MeshError: If there is no such axis, or none is named and there are several.
         """
+        if axis is None:
+            if self.ndim != 1:
+                msg = f"name an axis: the mesh has {self.ndim} ({self.mesh_dim_names})."
+                raise MeshError(msg)
+            return 0
         if isinstance(axis, str):
             if self.mesh_dim_names is None or axis not in self.mesh_dim_names:
                 msg = f"this mesh has no axis {axis!r}; its axes are {self.mesh_dim_names}."
@@ -122,15 +128,21 @@ class DeviceMesh:
         """Whether this process is the one that logs and warns for the whole mesh."""
         return self.rank == self.ranks[0]
 
+    def coordinates(self) -> dict[int, tuple[int, ...]]:
+        """Return the position of each rank on every axis."""
+        return dict(zip(self.ranks, itertools.product(*map(range, self.shape)), strict=True))
+
     def get_coordinate(self) -> list[int] | None:
         """Return this rank's position on every axis; None if it is not in the mesh."""
-        if self.rank not in self.ranks:
-            return None
-        position, coordinate = self.ranks.index(self.rank), []
-        for size in reversed(self.shape):
-            position, on_axis = divmod(position, size)
-            coordinate.append(on_axis)
-        return coordinate[::-1]
+        coordinate = self.coordinates().get(self.rank)
+        return None if coordinate is None else [*coordinate]
+
+    def _own_coordinate(self) -> list[int]:
+        coordinate = self.get_coordinate()
+        if coordinate is None:
+            msg = f"rank {self.rank} is not in the mesh of ranks {self.describe_ranks()}."
+            raise MeshError(msg)
+        return coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return this rank's position on one axis.
@@ -138,24 +150,11 @@ class DeviceMesh:
         Raises:
             MeshError: If this rank is not in the mesh, or no axis is named and there are several.
         """
-        coordinate = self.get_coordinate()
-        if coordinate is None:
-            msg = f"rank {self.rank} is not in the mesh of ranks {self.describe_ranks()}."
-            raise MeshError(msg)
-        if mesh_dim is None:
-            if self.ndim != 1:
-                msg = f"name an axis: the mesh has {self.ndim} ({self.mesh_dim_names})."
-                raise MeshError(msg)
-            mesh_dim = 0
-        return coordinate[self.axis_index(mesh_dim)]
+        return self._own_coordinate()[self.axis_index(mesh_dim)]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Return the torch process group of one axis, through this rank."""
-        axis = 0 if mesh_dim is None and self.ndim == 1 else mesh_dim
-        if axis is None:
-            msg = f"name an axis: the mesh has {self.ndim} ({self.mesh_dim_names})."
-            raise MeshError(msg)
-        return self.backend.process_group(self.axis_index(axis))
+        return self.backend.process_group(self.axis_index(mesh_dim))
 
     def get_all_groups(self) -> list[Any]:
         """Return the torch process groups of all axes, through this rank."""
@@ -172,30 +171,20 @@ class DeviceMesh:
 
     def submesh(self, keep: list[int]) -> DeviceMesh:
         """Return the submesh of axes, given by their positions, through this rank."""
-        coordinate = self.get_coordinate()
-        if coordinate is None:
-            msg = f"rank {self.rank} is not in the mesh of ranks {self.describe_ranks()}."
-            raise MeshError(msg)
-        shape = tuple(self.shape[axis] for axis in keep)
-        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(self.ndim)]
-        base = sum(
-            c * s for i, (c, s) in enumerate(zip(coordinate, strides, strict=True)) if i not in keep
-        )
-        ranks = []
-        for position in range(math.prod(shape)):
-            rest, place = position, base
-            for axis in reversed(keep):
-                rest, on_axis = divmod(rest, self.shape[axis])
-                place += on_axis * strides[axis]
-            ranks.append(self.ranks[place])
-        own = self.mesh_dim_names
-        names = None if own is None else tuple(own[axis] for axis in keep)
-        left_out = [own[i] for i in range(self.ndim) if own and i not in keep and self.shape[i] > 1]
+        own = self._own_coordinate()
+        others = [axis for axis in range(self.ndim) if axis not in keep]
+        by_place = {
+            tuple(place[axis] for axis in keep): rank
+            for rank, place in self.coordinates().items()
+            if all(place[axis] == own[axis] for axis in others)
+        }
+        names = self.mesh_dim_names
+        left_out = [names[axis] for axis in others if names and self.shape[axis] > 1]
         return DeviceMesh(
             self.device_type,
-            shape,
-            tuple(ranks),
-            names,
+            tuple(self.shape[axis] for axis in keep),
+            tuple(by_place[place] for place in sorted(by_place)),
+            None if names is None else tuple(names[axis] for axis in keep),
             self.rank,
             self.backend.for_axes(keep),
             (*self.left_out, *left_out),
@@ -216,28 +205,21 @@ def _in_group_order(shape: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int
     """
     if all(a < b for a, b in itertools.pairwise(ranks)):
         return ranks
+    at = dict(zip(itertools.product(*map(range, shape)), ranks, strict=True))
     for axis in reversed(range(len(shape))):
-        lines = _lines(shape, ranks, axis)
+        by_line: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for place, rank in at.items():
+            by_line[*place[:axis], *place[axis + 1 :]].append(rank)
+        lines = [*by_line.values()]
         orders = [sorted(range(shape[axis]), key=line.__getitem__) for line in lines]
         wrong = next((i for i, order in enumerate(orders) if order != orders[0]), None)
         if wrong is not None and axis > 0:
             msg = (
-                f"a mesh of shape {shape} lists ranks {[*lines[0]]} along axis {axis}, and at "
-                f"another place {[*lines[wrong]]}. Process groups number their ranks from the "
+                f"a mesh of shape {shape} lists ranks {lines[0]} along axis {axis}, and at "
+                f"another place {lines[wrong]}. Process groups number their ranks from the "
                 f"lowest one, so ranks at one coordinate would hold different pieces. List the "
                 f"ranks along each axis in ascending order."
             )
             raise MeshError(msg)
-        step, size = math.prod(shape[axis + 1 :]), shape[axis]
-        ranks = tuple(
-            ranks[at + (orders[0][at // step % size] - at // step % size) * step]
-            for at in range(len(ranks))
-        )
-    return ranks
-
-
-def _lines(shape: tuple[int, ...], ranks: tuple[int, ...], axis: int) -> list[tuple[int, ...]]:
-    """Return the ranks that differ along one axis only, for each place on the other axes."""
-    step, size = math.prod(shape[axis + 1 :]), shape[axis]
-    starts = [at for at in range(len(ranks)) if at // step % size == 0]
-    return [ranks[start : start + size * step : step] for start in starts]
+        at = {place: at[*place[:axis], orders[0][place[axis]], *place[axis + 1 :]] for place in at}
+    return tuple(at.values())

@@ -25,7 +25,7 @@ from shardkit._layout import EvenLayout, FlatLayout
 from shardkit._mesh import known_meshes
 from shardkit._tensor import dcp_protocol
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
-from shardkit._tensor.spec import PaddedSpec, ShardSpec, WholeSpec
+from shardkit._tensor.spec import ShardSpec, traced_spec
 from shardkit.backends import mesh_of_world
 
 if TYPE_CHECKING:
@@ -94,17 +94,12 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
             f"file that this rank saved."
         )
         raise ShardedTensorError(msg)
-    spec: ShardSpec
-    if mesh.backend.is_spmd:
-        axis = mesh.backend.process_axis
-        spec = WholeSpec(shape, piece.numel(), mesh=mesh, axis=axis, name=name)
-        if piece.device.type == mesh.device_type:
-            spec.annotate_sharding(piece)
-    elif mesh.backend.is_traced:
-        layout = EvenLayout.plan([shape], world_size=axis.size)
-        spec = PaddedSpec(layout, 0, mesh=mesh, axis=axis, name=name)
+    if mesh.backend.is_traced:
+        spec = traced_spec(EvenLayout.plan([shape], world_size=axis.size), 0, mesh, name)
     else:
         spec = ShardSpec(FlatLayout.of_one(shape, cut), 0, mesh=mesh, axis=axis, name=name)
+    if piece.device.type == mesh.device_type:
+        spec.annotate_sharding(piece)
     sharded = ShardedTensor(piece, spec)
     if not is_param:
         sharded.requires_grad_(requires_grad)

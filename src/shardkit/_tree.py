@@ -47,9 +47,11 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, undo: Undo | None = N
     if isinstance(tree, (list, tuple)):
         return _map_sequence(fn, tree, undo)
     if isinstance(tree, Mapping):
-        return _map_mapping(fn, tree, undo)
+        return _map_entries(fn, tree, tree, undo, isinstance(tree, MutableMapping))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _map_dataclass(fn, tree, undo)
+        entries = {each.name: getattr(tree, each.name, None) for each in dataclasses.fields(tree)}
+        is_frozen = tree.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return _map_entries(fn, tree, entries, undo, not is_frozen)
     return tree
 
 
@@ -87,55 +89,40 @@ def _put_into_list(tree: list[Any], changed: list[tuple[Any, Any]]) -> None:
             tree[index] = olds[id(item)]
 
 
-def _map_mapping(fn: Callable[[Tensor], Tensor], tree: Any, undo: Undo | None) -> Any:
-    changed = _changed(fn, tree, undo)
-    if not changed:
-        return tree
-    result: Any = tree
-    if undo is None or not isinstance(tree, MutableMapping):
-        result = copy.copy(tree)
-    else:
-        pairs = {key: (new, tree[key]) for key, new in changed.items()}
-        undo.append(functools.partial(_put_into_mapping, tree, pairs))
-    for key, value in changed.items():
-        result[key] = value
-    return result
-
-
-def _put_into_mapping(tree: MutableMapping[Any, Any], pairs: dict[Any, tuple[Any, Any]]) -> None:
-    for key, (new, old) in pairs.items():
-        if tree.get(key) is new:
-            tree[key] = old
-
-
-def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any, undo: Undo | None) -> Any:
-    names = [field.name for field in dataclasses.fields(tree)]
-    changed = _changed(fn, {name: getattr(tree, name, None) for name in names}, undo)
+def _map_entries(
+    fn: Callable[[Tensor], Tensor],
+    tree: Any,
+    entries: Mapping[Any, Any],
+    undo: Undo | None,
+    can_write: bool,  # noqa: FBT001
+) -> Any:
+    """Return a mapping or a dataclass with mapped entries, in place if `undo` and it allow that."""
+    mapped = ((key, map_tensors(fn, old, undo), old) for key, old in entries.items())
+    changed = [each for each in mapped if each[1] is not each[2]]
     if not changed:
         return tree
     result = tree
-    if undo is None or tree.__dataclass_params__.frozen:
+    if undo is None or not can_write:
         result = copy.copy(tree)
     else:
-        pairs = {name: (new, getattr(tree, name)) for name, new in changed.items()}
-        undo.append(functools.partial(_put_into_dataclass, tree, pairs))
-    for name, value in changed.items():
-        object.__setattr__(result, name, value)
+        undo.append(functools.partial(_put_into_entries, tree, changed))
+    for key, new, _ in changed:
+        _put(result, key, new)
     return result
 
 
-def _put_into_dataclass(tree: Any, pairs: dict[str, tuple[Any, Any]]) -> None:
-    for name, (new, old) in pairs.items():
-        if getattr(tree, name, None) is new:
-            object.__setattr__(tree, name, old)
+def _put_into_entries(tree: Any, changed: list[tuple[Any, Any, Any]]) -> None:
+    for key, new, old in changed:
+        held = tree.get(key) if isinstance(tree, Mapping) else getattr(tree, key, None)
+        if held is new:
+            _put(tree, key, old)
 
 
-def _changed(
-    fn: Callable[[Tensor], Tensor], tree: Mapping[Any, Any], undo: Undo | None
-) -> dict[Any, Any]:
-    """Return the values that `fn` changes."""
-    mapped = ((key, value, map_tensors(fn, value, undo)) for key, value in tree.items())
-    return {key: new for key, old, new in mapped if new is not old}
+def _put(tree: Any, key: Any, value: Any) -> None:
+    if isinstance(tree, Mapping):
+        tree[key] = value  # type: ignore[index]
+    else:
+        object.__setattr__(tree, key, value)
 
 
 def iter_tensors(tree: Any, *, depth: int = _MAX_OBJECT_DEPTH) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._errors import StateError, WrapError
+from shardkit._errors import StateError
 from shardkit._params.bucket import Bucket
 from shardkit._params.flat_store import BucketPlan, FlatStore
 from shardkit._params.packing import packing_of, stored_dtype
@@ -72,7 +72,7 @@ def restore(
     offload: OffloadPolicy,
 ) -> Bucket:
     """Return a bucket of sharded parameters that are cut according to `layout`."""
-    result = _new_bucket(entries, mesh, policy, offload, layout)
+    result = _new_bucket(entries, _plan_for(entries, mesh, policy, offload), layout)
     for index in range(len(entries)):
         result.swap_in(index)
     return result
@@ -87,12 +87,13 @@ def make_buckets(
 ) -> list[Bucket]:
     """Make the buckets of a group."""
     return [
-        _new_bucket(alike, mesh, policy, offload) for alike in split_by_kind(entries, policy=policy)
+        _new_bucket(alike, _plan_for(alike, mesh, policy, offload))
+        for alike in _split_by_kind(entries, policy)
     ]
 
 
-def split_by_kind(
-    entries: Sequence[ParamEntry], *, policy: MixedPrecisionPolicy
+def _split_by_kind(
+    entries: Sequence[ParamEntry], policy: MixedPrecisionPolicy
 ) -> list[list[ParamEntry]]:
     """Split parameters by bucket, in order of appearance, in the same way on all ranks.
 
@@ -115,22 +116,15 @@ def split_by_kind(
     return [*by_kind.values()]
 
 
-def _new_bucket(
-    entries: Sequence[ParamEntry],
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
-    layout: Any = None,
-) -> Bucket:
-    plan = plan_for(entries, mesh, policy, offload)
+def _new_bucket(entries: Sequence[ParamEntry], plan: BucketPlan, layout: Any = None) -> Bucket:
     for entry in entries:
         entry.mesh = entry.around = None  # The plan has them now.
     # Tensors made in inference mode could never be trained.
     with torch.inference_mode(mode=False), torch.no_grad():
-        return Bucket(store_class(entries[0], plan.mesh)(plan, list(entries), layout))
+        return Bucket(_store_class(entries[0], plan.mesh)(plan, list(entries), layout))
 
 
-def plan_for(
+def _plan_for(
     entries: Sequence[ParamEntry],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
@@ -144,29 +138,15 @@ def plan_for(
     return BucketPlan.of(own, policy, offload, dtype=dtype, around=around, is_meta=is_meta)
 
 
-def store_class(
+def _store_class(
     entry: ParamEntry, mesh: DeviceMesh
 ) -> type[FlatStore | SubclassStore | TracedStore]:
     """Return the class of store for a bucket that begins with this parameter."""
-    gathers_itself = subclass_of(entry) is not None
-    is_packed = packing_of(entry) is not None
-    if not mesh.backend.is_traced:
-        return PackedStore if is_packed else SubclassStore if gathers_itself else FlatStore
-    refused = f"which meshes of {mesh.device_type!r} devices do not support"
-    named = f"parameter {entry.name!r} is a {type(entry.param).__name__}"
-    if gathers_itself:
-        msg = (
-            f"{named} that gathers itself (fsdp_pre_all_gather), {refused}. "
-            f"Make it a plain parameter, or pass it in ignored_params of fully_shard."
-        )
-        raise WrapError(msg)
-    if is_packed:
-        msg = (
-            f"{named} over several tensors, {refused}: they have no views of bytes. Do not "
-            f"quantize it, or pass it in ignored_params of fully_shard."
-        )
-        raise WrapError(msg)
-    return TracedStore
+    if mesh.backend.is_traced:
+        return TracedStore
+    if packing_of(entry) is not None:
+        return PackedStore
+    return FlatStore if subclass_of(entry) is None else SubclassStore
 
 
 # --- planned buckets ------------------------------------------------------------------------------
@@ -222,13 +202,13 @@ def plan_buckets(
     plain parameter, because only their own hooks know what is sent.
     """
     return [
-        _planned(plan_for(alike, mesh, policy, offload).materialized(), alike)
-        for alike in split_by_kind(entries, policy=policy)
+        _planned(_plan_for(alike, mesh, policy, offload).materialized(), alike)
+        for alike in _split_by_kind(entries, policy)
     ]
 
 
 def _planned(plan: BucketPlan, entries: list[ParamEntry]) -> PlannedBucket:
-    kind = store_class(entries[0], plan.mesh)
+    kind = _store_class(entries[0], plan.mesh)
     layout = kind.plan_layout(plan, entries)
     aliases = issubclass(kind, FlatStore) and kind.may_alias_shard and plan.aliases_shard
     unsharded = 0 if aliases else layout.padded_numel * plan.param_dtype.itemsize

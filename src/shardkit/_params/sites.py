@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,7 @@ class ParamEntry:
 
     def __setstate__(self, state: Any) -> None:
         """Take the pickled state."""
-        self.mesh, self.around, self.is_spmd = None, None, False
-        self.written, self.num_written, self.order = None, 0, 0
-        for name, value in state[1].items():
-            setattr(self, name, value)
+        self.__init__(**state[1])  # type: ignore[misc]
 
 
 class ParamSites:
@@ -74,7 +72,6 @@ class ParamSites:
         self._entries = entries
         self._unsharded = unsharded
         self.is_visible = False
-        self._places: list[_Place] = []
         self._given: dict[int, Any] = {}
         self._was_visible = False  # Value of `is_visible` when this `functional_call` began.
         self._rnn_places: list[tuple[nn.RNNBase, str]] = []
@@ -90,8 +87,6 @@ class ParamSites:
                 self._take_given([place[3] for place in self._places])
                 self._was_visible |= bool(self._given)
             return
-        if not self._places:  # Not earlier: the user's Parameter objects might be exchanged.
-            self._places = self._find_places()
         if unsharded:
             self._show_unsharded()
         else:
@@ -134,8 +129,6 @@ class ParamSites:
 
         Usually the first place already shows that it has not.
         """
-        if not self._places:
-            self._places = self._find_places()
         for params, attribute, sharded, whole in self._places:
             held = params.get(attribute)
             if held is sharded or held is whole or held is None:
@@ -204,8 +197,6 @@ class ParamSites:
             StateError: For the reason that `show` gives.
         """
         self.show(unsharded=False)
-        if not self._places:
-            self._places = self._find_places()
         instead: dict[int, nn.Parameter] = {}
         if others is not None:
             for params, attribute, sharded, _ in self._places:
@@ -240,8 +231,12 @@ class ParamSites:
             setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001
             torch_modules.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes new ones.
 
-    def _find_places(self) -> list[_Place]:
-        """Return every place of a parameter: the dict, the attribute, and what is put there."""
+    @functools.cached_property
+    def _places(self) -> list[_Place]:
+        """Every place of a parameter: the dict, the attribute, and what is put there.
+
+        They are not found before they are used: the user's Parameter objects might be exchanged.
+        """
         sites = [
             (module, attribute, entry.param, whole)
             for entry, whole in zip(self._entries, self._unsharded, strict=True)

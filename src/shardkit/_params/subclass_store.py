@@ -164,7 +164,7 @@ class SubclassStore(FlatStore):
             self._unflattened(), metadata, plan.param_dtype
         )
         if whole.shape != shape:  # There are padding rows.
-            whole = torch.as_strided(whole, shape, _contiguous_stride(shape))
+            whole = torch.as_strided(whole, shape, torch.empty(shape, device="meta").stride())
         self.unsharded = [self._new_unsharded(0, whole)]
         storages = [t.untyped_storage() for t in (*self._outputs, *self._behind)]
         self._memory = {s.data_ptr(): (s, s.nbytes()) for s in storages if s.nbytes()}
@@ -181,9 +181,8 @@ class SubclassStore(FlatStore):
         hook = local.fsdp_pre_all_gather
         given: tuple[Any, ...] = (self._shard_mesh,)
         if len(inspect.signature(hook).parameters) > 1:
-            module = self.entries[0].sites[0][0]
-            stride = _contiguous_stride(shape)
-            given = (self._shard_mesh, torch.Size(shape), stride, module, plan.policy)
+            module, like = self.entries[0].sites[0][0], torch.empty(shape, device="meta")
+            given = (self._shard_mesh, like.size(), like.stride(), module, plan.policy)
         inputs, metadata = hook(*given)
         return [tensor.contiguous() for tensor in inputs], metadata
 
@@ -257,10 +256,6 @@ class SubclassStore(FlatStore):
         """Return the plain tensor of a gradient."""
         del index
         return self.subclass.plain(grad)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 # --- frozen parameters over several tensors -------------------------------------------------------

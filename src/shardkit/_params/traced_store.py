@@ -24,9 +24,11 @@ from shardkit._compat import torch_tensors
 from shardkit._errors import WrapError
 from shardkit._layout import EvenLayout
 from shardkit._params.flat_store import Store
+from shardkit._params.packing import packing_of
+from shardkit._params.subclass_store import subclass_of
 from shardkit._settings import CPUOffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.spec import PaddedSpec, WholeSpec, padded
+from shardkit._tensor.spec import padded, traced_spec
 from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import TracedGather
 
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
     from shardkit._settings import AllGather
-    from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import CommStreams
     from shardkit.backends.device import Event
 
@@ -58,13 +59,12 @@ class TracedStore(Store):
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: EvenLayout | None = None
     ) -> None:
         super().__init__(plan, entries)
-        self._check(plan, entries)
+        self.layout = layout or self.plan_layout(plan, entries)
         self.bucket_id = plan.mesh.backend.next_bucket_id()
         self.is_outside = False
         self._job: TracedGather | None = None
         self._has_memory = False
-        self.layout = layout or self.plan_layout(plan, entries)
-        self.specs = [self._new_spec(i) for i in range(len(entries))]
+        self.specs = [traced_spec(self.layout, i, plan.mesh, e.name) for i, e in enumerate(entries)]
         self._pieces = [self._cut_piece(i, e.param.detach()) for i, e in enumerate(entries)]
         self.unsharded = [self._new_unsharded(i, self._empty()) for i in range(len(entries))]
         self._note_classes()
@@ -86,27 +86,28 @@ class TracedStore(Store):
     def _check(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> None:
         """Raise if parameters are of a kind that is not traced."""
         for entry in entries:
+            kind = type(entry.param).__name__
             if tensor_parallel_of(entry.param) is not None:
-                cls._refuse(plan, entry.name, "a DTensor", "Shard it by fully_shard alone.")
+                cls._refuse(plan, entry, "a DTensor", ". Shard it by fully_shard alone.")
+            if subclass_of(entry) is not None:
+                what = f"a {kind} that gathers itself (fsdp_pre_all_gather)"
+                remedy = "Make it a plain parameter, or pass it in ignored_params of fully_shard."
+                cls._refuse(plan, entry, what, f". {remedy}")
+            if packing_of(entry) is not None:
+                remedy = "Do not quantize it, or pass it in ignored_params of fully_shard."
+                rest = f": they have no views of bytes. {remedy}"
+                cls._refuse(plan, entry, f"a {kind} over several tensors", rest)
         if isinstance(plan.offload, CPUOffloadPolicy):
-            remedy = "Leave out offload_policy."
-            cls._refuse(plan, entries[0].name, "offloaded to the host", remedy)
+            rest = ". Leave out offload_policy."
+            cls._refuse(plan, entries[0], "offloaded to the host", rest)
 
     @staticmethod
-    def _refuse(plan: BucketPlan, name: str, what: str, remedy: str) -> None:
+    def _refuse(plan: BucketPlan, entry: ParamEntry, what: str, rest: str) -> None:
         msg = (
-            f"parameter {name!r} is {what}, which meshes of {plan.mesh.device_type!r} devices "
-            f"do not support. {remedy}"
+            f"parameter {entry.name!r} is {what}, which meshes of {plan.mesh.device_type!r} "
+            f"devices do not support{rest}"
         )
         raise WrapError(msg)
-
-    def _new_spec(self, index: int) -> ShardSpec:
-        mesh, axis, name = self.plan.mesh, self.plan.axis, self.entries[index].name
-        if not mesh.backend.is_spmd:
-            return PaddedSpec(self.layout, index, mesh=mesh, axis=axis, name=name)
-        numel = self.layout.padded_part_numel(index)
-        process_axis = mesh.backend.process_axis
-        return WholeSpec(self.layout.shapes[index], numel, mesh=mesh, axis=process_axis, name=name)
 
     def _cut_piece(self, index: int, param: Tensor) -> Tensor:
         if isinstance(param, ShardedTensor):
@@ -239,29 +240,25 @@ class TracedSend:
 
     Attributes:
         flat: Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, after `complete`.
+        written: The gradients that came, by parameter.
     """
 
     def __init__(self, layout: EvenLayout, plan: BucketPlan) -> None:
         self._layout, self._plan = layout, plan
-        self._grads: dict[int, Tensor] = {}
+        self.written: dict[int, Tensor] = {}
         self.flat: Any = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients that are kept."""
-        return sum(grad.nbytes for grad in self._grads.values())
-
-    @property
-    def written(self) -> dict[int, Tensor]:
-        """The gradients that came, by parameter."""
-        return self._grads
+        return sum(grad.nbytes for grad in self.written.values())
 
     def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
         """Take a gradient, or add it to the present one."""
         del streams, pool
         flat = grad.detach().to(self._plan.reduce_dtype).reshape(-1)
         flat = padded(flat, self._layout.padded_part_numel(index))
-        self._grads[index] = self._grads[index] + flat if index in self._grads else flat
+        self.written[index] = self.written[index] + flat if index in self.written else flat
 
     def write_all(self, grads: Mapping[int, Tensor], streams: CommStreams, pool: SlotPool) -> None:
         """Take several gradients, or add them to the present ones."""
@@ -279,13 +276,13 @@ class TracedSend:
             return torch.zeros(num_ranks, columns, dtype=plan.reduce_dtype, device=plan.device)
 
         columns = [
-            self._grads[i].view(num_ranks, -1) if i in self._grads else zeros(size)
+            self.written[i].view(num_ranks, -1) if i in self.written else zeros(size)
             for i, size in enumerate(layout.sizes)
             if size
         ]
         if layout.tail_numel:
             columns.append(zeros(layout.tail_numel))
-        self._grads = {}
+        self.written = {}
         self.flat = torch.cat(columns, 1).reshape(-1) if columns else zeros(0).reshape(-1)
 
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardkit._compat import torch_checkpoints
 from shardkit._errors import ShardedTensorError
 from shardkit._layout import Box, boxes_of_range
@@ -66,7 +68,6 @@ def create_write_items(
     Raises:
         ShardedTensorError: The tensor is on the meta device, so there is nothing to write.
     """
-    import torch
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -95,8 +96,6 @@ def create_chunk_list(spec: ShardSpec, piece: Tensor) -> list[ChunkStorageMetada
     So it raises the version counter of the shard: parameters gathered from it will be stale. Writes
     to the result of `get_tensor_shard` do not raise the counter.
     """
-    import torch
-
     torch.autograd.graph.increment_version(piece)
     return [_chunk_of(box) for box in boxes_of_piece(spec)]
 
@@ -112,8 +111,6 @@ def get_tensor_shard(
     Raises:
         ShardedTensorError: This rank has no box at these offsets.
     """
-    import torch
-
     piece = piece.detach()
     if piece.numel() == 0 and math.prod(shape) == 0:
         return piece.view(tuple(shape))
@@ -132,7 +129,6 @@ def get_tensor_shard(
 
 
 def _chunk_of(box: Box) -> Any:
-    import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

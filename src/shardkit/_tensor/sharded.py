@@ -11,6 +11,7 @@ import copy
 import functools
 import math
 import weakref
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit._tensor.spec import ShardSpec
+
+    _Map = Callable[[Any], Any]
 
 
 # --- hooks on gradients ---------------------------------------------------------------------------
@@ -399,8 +402,10 @@ class ShardedTensor(ClientAnswers):
         It is differentiable: the gradient of the piece becomes this rank's piece of the gradient.
         """
         if self._is_followed():
-            result: Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
-            return result
+            spec = self.spec
+            return _linear(
+                self, lambda own: own.local_piece.detach(), lambda grad: ShardedTensor(grad, spec)
+            )
         return self.local_piece
 
     def full_tensor(self) -> Tensor:
@@ -417,8 +422,9 @@ class ShardedTensor(ClientAnswers):
         ranks own the tensor; then one more for each axis of tensor parallelism that splits it.
         """
         if self._is_followed():
-            result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
-            return result
+            # Gradients differ between ranks: they are averaged and cut.
+            cut = _GradientCut(self.spec, may_be_number=False)
+            return _linear(self, ShardedTensor.whole_values, cut)
         whole = self.whole_values()
         packing = self.spec.packing
         if packing is not None and whole.dtype == torch.uint8:
@@ -536,37 +542,38 @@ class ShardedTensor(ClientAnswers):
         return run(func, args, kwargs or {})
 
 
-class _FullTensor(torch.autograd.Function):
-    """A gather. Its gradients, which differ between ranks, are averaged and cut."""
+class _Linear(torch.autograd.Function):
+    """A linear function of a tensor, and the function that takes gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, sharded: ShardedTensor) -> Tensor:
-        ctx.spec = sharded.spec
-        return sharded.spec.gather(sharded.local_piece)
+    def forward(ctx: Any, tensor: Tensor, function: _Map, back: _Map) -> Any:
+        ctx.back = back
+        return function(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
-        return _GradientCut(ctx.spec, may_be_number=False)(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
+        return ctx.back(grad), None, None
 
 
-class _Cut(torch.autograd.Function):
-    """The average of a whole tensor over the ranks, cut; the reverse of a gather."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, spec: ShardSpec, may_be_number: bool) -> ShardedTensor:  # noqa: FBT001
-        ctx.spec = spec
-        return ShardedTensor(_averaged_piece(whole, spec, may_be_number=may_be_number), spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        del ctx
-        return grad.full_tensor() if isinstance(grad, HostValues) else grad, None, None
+def _linear(tensor: Tensor, function: _Map, back: _Map) -> Tensor:
+    result: Tensor = _Linear.apply(tensor, function, back)  # type: ignore[no-untyped-call]
+    return result
 
 
+def _cut(whole: Tensor, spec: ShardSpec, *, may_be_number: bool) -> Tensor:
+    """Return the average of whole tensors over the ranks, cut; differentiable."""
+    return _linear(
+        whole,
+        lambda each: ShardedTensor(_averaged_piece(each, spec, may_be_number=may_be_number), spec),
+        lambda grad: grad.full_tensor() if isinstance(grad, HostValues) else grad,
+    )
+
+
+@dataclass(slots=True, eq=False)
 class _GradientCut(OwnHook):
     """Hook that turns any gradient of a sharded tensor into a sharded one.
 
-    Args:
+    Attributes:
         spec: Cut of the tensor.
         may_be_number: Whether a gradient that is one number, expanded to the shape, is one on every
             rank. That is so if the tensor was reduced. If the whole tensor was used with data, it
@@ -574,25 +581,22 @@ class _GradientCut(OwnHook):
         refusal: Reason why no gradient may arrive; None: it may.
     """
 
-    def __init__(
-        self, spec: ShardSpec, *, may_be_number: bool = True, refusal: str | None = None
-    ) -> None:
-        self._spec = spec
-        self.may_be_number = may_be_number
-        self._refusal = refusal
+    spec: ShardSpec
+    _: KW_ONLY
+    may_be_number: bool = True
+    refusal: str | None = None
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        spec = self._spec
-        if self._refusal is not None:
-            raise ShardedTensorError(self._refusal)
+        spec = self.spec
+        if self.refusal is not None:
+            raise ShardedTensorError(self.refusal)
         if grad is None:
             return None
         if type(grad) is ShardedTensor and grad.spec.same_cut(spec):
             return grad
         if hasattr(grad, "full_tensor"):  # Also a DTensor, as of a loss of tensor parallelism.
             grad = grad.full_tensor()
-        result: Tensor = _Cut.apply(grad, spec, self.may_be_number)  # type: ignore[no-untyped-call]
-        return result
+        return _cut(grad, spec, may_be_number=self.may_be_number)
 
 
 def _averaged_piece(whole: Tensor, spec: ShardSpec, *, may_be_number: bool) -> Tensor:
@@ -618,35 +622,12 @@ def averaged(whole: Tensor, like: ShardedTensor) -> Tensor:
     """
     if like.spec.tensor_parallel is not None and hasattr(whole, "full_tensor"):
         whole = whole.full_tensor()
-    args = (whole.to(like.dtype), like.spec, False)
-    result: Tensor = _Cut.apply(*args)  # type: ignore[no-untyped-call]
+    result = _cut(whole.to(like.dtype), like.spec, may_be_number=False)
     return result if result.device == like.device else result.to(like.device)
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sharded: ShardedTensor) -> Tensor:
-        ctx.spec = sharded.spec
-        return sharded.local_piece.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
-        return ShardedTensor(grad, ctx.spec)
-
-
-class _FromPiece(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, spec: ShardSpec) -> ShardedTensor:
-        del ctx
-        return ShardedTensor(piece.detach(), spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
-        del ctx
-        return grad.to_local(), None
 
 
 def from_piece(piece: Tensor, spec: ShardSpec) -> Tensor:
     """Return the sharded tensor of which this rank has a piece, without a copy; differentiable."""
-    result: Tensor = _FromPiece.apply(piece, spec)  # type: ignore[no-untyped-call]
-    return result
+    return _linear(
+        piece, lambda own: ShardedTensor(own.detach(), spec), lambda grad: grad.to_local()
+    )

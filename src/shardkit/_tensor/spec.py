@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,39 +41,50 @@ _NO_ROWS = (
 )
 
 
-def _class_of_torch(name: str) -> type | None:
-    """Return a class of DTensor's placements; None: nobody has imported them."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), name, None)
+class _Placement:
+    """What our placements have in common: they are also instances of a class of torch's placements.
+
+    That class need not be imported. Methods answer like those of torch's ``Shard``.
+    """
+
+    _name_in_torch: ClassVar[str]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class that `isinstance` sees beside this one."""
+        torch_classes = sys.modules.get("torch.distributed.tensor")
+        return getattr(torch_classes, self._name_in_torch, None) or type(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the real class, without the cut, which belongs to this process."""
+        return type(self), ()
+
+    def is_replicate(self) -> bool:
+        """Return whether all ranks of the mesh axis hold the same tensor."""
+        return False
+
+    def is_partial(self) -> bool:
+        """Return False."""
+        return False
 
 
 @dataclass(frozen=True)
-class Replicate:
+class Replicate(_Placement):
     """Placement: every rank of the mesh axis holds the same tensor.
 
     It is also an instance of torch's ``Replicate``, if that class is imported. Otherwise code that
     sums over all axes except those of torch's ``Replicate`` would count copies.
     """
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The class that `isinstance` sees beside this one."""
-        return _class_of_torch("Replicate") or Replicate
+    _name_in_torch = "Replicate"
 
     def __hash__(self) -> int:
         """Return the hash of torch's ``Replicate``, to which this object may be equal."""
         return hash(-1)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the real class."""
-        return Replicate, ()
-
     def is_replicate(self) -> bool:
         """Return True, like torch's ``Replicate``."""
         return True
-
-    def is_partial(self) -> bool:
-        """Return False."""
-        return False
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return False."""
@@ -81,7 +93,7 @@ class Replicate:
 
 
 @dataclass(frozen=True, repr=False)
-class FlatShard:
+class FlatShard(_Placement):
     """Placement: each rank of the mesh axis holds a contiguous range of the flat tensor, or none.
 
     It is not torch's ``Shard(0)``: a cut may fall inside a row. But it is an instance of torch's
@@ -93,23 +105,11 @@ class FlatShard:
     """
 
     spec: ShardSpec | None = field(default=None, compare=False)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The class that `isinstance` sees beside this one."""
-        return _class_of_torch("Placement") or FlatShard
+    _name_in_torch = "Placement"
 
     def __repr__(self) -> str:
         """Show the real class, without the cut."""
         return "FlatShard()"
-
-    def is_replicate(self) -> bool:
-        """Return False, like torch's ``Shard``."""
-        return False
-
-    def is_partial(self) -> bool:
-        """Return False."""
-        return False
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return True, since ranks hold different elements.
@@ -129,10 +129,6 @@ class FlatShard:
         """Missing attribute: `hasattr` is False."""
         raise AttributeError(_NO_ROWS.format("dim is"))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the cut, which belongs to this process."""
-        return FlatShard, ()
-
     def __copy__(self) -> FlatShard:
         """Return itself, since it never changes."""
         return self
@@ -143,13 +139,13 @@ class FlatShard:
         return self
 
 
-def part_sums_of(axis: Axis) -> dict[tuple[Axis, ...], int]:
+def part_sums_of(axis: Axis) -> Counter[tuple[Axis, ...]]:
     """Return the axes over which norms of parts are summed (`ShardSpec.around`), in their order.
 
     Each comes with the number of parameters. A rank without a gradient of any part takes part
     through its other gradients on the axis.
     """
-    found: dict[tuple[Axis, ...], int] = axis.__dict__.setdefault("shardkit_part_sums", {})
+    found: Counter[tuple[Axis, ...]] = axis.__dict__.setdefault("shardkit_part_sums", Counter())
     return found
 
 
@@ -237,8 +233,10 @@ class ShardSpec:
         meshes have. It counts the mean of copies, and files have the first copy. A later call with
         a mesh around that one replaces an earlier call.
         """
-        if self.around is not None:
-            self._leave_sums()
+        if self.around is not None:  # So that ranks do not sum over axes without parts.
+            for axis in self.total_axes:
+                sums = part_sums_of(axis)
+                sums -= Counter([self.total_axes])  # It drops what nobody counts any more.
         self.around, self.has_copies, self.num_counted = around, has_copies, 1
         axes = [around.backend.axis(index) for index in range(around.ndim)]
         if self.mesh.ndim > 1:
@@ -251,16 +249,7 @@ class ShardSpec:
             self.num_counted = math.prod(a.size for a in self.total_axes) // self.axis.size
             self.is_written_here &= around.ranks[0] in self.mesh.ranks
         for axis in self.total_axes:
-            sums = part_sums_of(axis)
-            sums[self.total_axes] = sums.get(self.total_axes, 0) + 1
-
-    def _leave_sums(self) -> None:
-        """Remove this part from the sums, so that ranks do not sum over axes without parts."""
-        for axis in self.total_axes:
-            sums = part_sums_of(axis)
-            sums[self.total_axes] -= 1
-            if not sums[self.total_axes]:
-                del sums[self.total_axes]
+            part_sums_of(axis)[self.total_axes] += 1
 
     is_traced = False
     """Whether operators on pieces are traced; then padding may follow the pieces."""
@@ -277,12 +266,6 @@ class ShardSpec:
 
     def gather(self, piece: Tensor) -> Tensor:
         """Return the whole tensor of which this rank has `piece`. Collective."""
-        full: Tensor = self._gather_part(piece)
-        if self.tensor_parallel is not None:
-            full = self.tensor_parallel.to_whole(full)
-        return full
-
-    def _gather_part(self, piece: Tensor) -> Tensor:
         layout, index, axis = self.layout, self.index, self.axis
         owners = layout.owners(index)
         full = piece.new_empty(layout.numels[index])
@@ -300,7 +283,8 @@ class ShardSpec:
             axis.all_gather(pieces.view(-1), pieces[axis.rank])
             for rank, (start, stop) in enumerate(ranges):
                 full[start:stop] = pieces[rank, : stop - start]
-        return full.view(layout.shapes[index])
+        part = full.view(layout.shapes[index])
+        return part if self.tensor_parallel is None else self.tensor_parallel.to_whole(part)
 
     @property
     def data_parallel_axes(self) -> tuple[Axis, ...]:
@@ -360,10 +344,7 @@ class ShardSpec:
     @property
     def device(self) -> torch.device:
         """Device of pieces: the mesh's device, or the host if they are offloaded."""
-        device: torch.device = (
-            self.shard_device if self.shard_device is not None else self.mesh.backend.device
-        )
-        return device
+        return self.shard_device or self.mesh.backend.device
 
     def same_cut(self, other: ShardSpec) -> bool:
         """Whether pieces of both specs match on every rank."""
@@ -514,6 +495,15 @@ class PaddedSpec(ShardSpec):
         if flat.device != rank.device:
             return rows[self.axis.rank]  # Tensors on the host have no graph.
         return rows.index_select(0, rank).view(-1)
+
+
+def traced_spec(layout: EvenLayout, index: int, mesh: DeviceMesh, name: str) -> ShardSpec:
+    """Return the cut of a parameter on a mesh whose operators are traced."""
+    if not mesh.backend.is_spmd:
+        axis = mesh.backend.axis(mesh.ndim - 1)
+        return PaddedSpec(layout, index, mesh=mesh, axis=axis, name=name)
+    shape, numel = layout.shapes[index], layout.padded_part_numel(index)
+    return WholeSpec(shape, numel, mesh=mesh, axis=mesh.backend.process_axis, name=name)
 
 
 def padded(flat: Tensor, numel: int) -> Tensor:

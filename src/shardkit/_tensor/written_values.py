@@ -245,7 +245,8 @@ def note_written(
     if part_by is not None:
         steps = zlib.crc32(part_by.name().encode()) + (1 if before is None else 31 * before.steps)
         steps &= _MASK
-    if _is_sampled(entry.num_written):
+    count = entry.num_written
+    if count <= _NUM_ALWAYS_SAMPLED or count & (count - 1) == 0:  # Rarely, if written in each step.
         dtype = target.dtype if part_by is None else None
         parts = [fingerprint(_plain(whole), max_samples, dtype) for whole in wholes()]
         if part_by is not None and before is not None and before.sample is not None:
@@ -254,13 +255,8 @@ def note_written(
     entry.written = WrittenValue(steps, sample, _past_operators(memory), id(memory))
 
 
-class _InStep(threading.local):
-    """Whether this thread is inside an optimizer's step."""
-
-    now = False
-
-
-_in_step = _InStep()
+_in_step = threading.local()
+"""Thread-local: `now` says whether the thread is inside an optimizer's step."""
 
 
 def begin_step(*_: Any) -> None:
@@ -279,7 +275,7 @@ def note_update(operator: Any, targets: Iterable[Any]) -> None:
     Writes of an optimizer's step are not noted. Nor are writes of a backward, whose order differs
     between ranks.
     """
-    if _in_step.now or torch_autograd.in_backward():
+    if getattr(_in_step, "now", False) or torch_autograd.in_backward():
         return
     for target in targets:
         if hasattr(target, "local_piece") and target.requires_grad:
@@ -301,11 +297,6 @@ def _entry_of(tensor: ShardedTensor) -> Any:
     entry: Any = None if tensor.spec.entry is None else tensor.spec.entry()
     is_found = entry is not None and entry.param.local_piece is tensor.local_piece
     return entry if is_found else None
-
-
-def _is_sampled(num_written: int) -> bool:
-    """Whether to take a sample: rarely, if a parameter is written in every step."""
-    return num_written <= _NUM_ALWAYS_SAMPLED or num_written & (num_written - 1) == 0
 
 
 def constant(value: float, like: Tensor) -> Tensor:

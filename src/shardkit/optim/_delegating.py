@@ -9,6 +9,7 @@ runs of a shard (`shardkit.optim.LocalOptimizer`), or whole matrices on the rank
 from __future__ import annotations
 
 import inspect
+import operator
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardkit._compat import torch_tensors
 from shardkit._errors import OptimizerError
 from shardkit._params.state_dicts import map_leaves
 from shardkit.optim._codecs import is_number
@@ -45,22 +47,23 @@ class DelegatingOptimizer(Optimizer, ABC):
 
     **What a subclass gives.** All of these methods are called without grad mode.
 
-    - `_new_tensors` returns the tensors that the inner optimizer steps. The base class calls it
-      when there is no inner optimizer, when `state` was written or loaded, and when `_is_outdated`
-      returns that the old tensors do not fit any more. `state` is then still the old one. The base
-      class keeps it over such a change: by parameters, as users see it.
+    - `_new_tensors` returns the tensors that the inner optimizer steps, and sets `_known` to
+      `_described`. The base class calls it when there is no inner optimizer, when `state` was
+      written or loaded, and when `_is_outdated` returns that the old tensors do not fit any more.
+      `state` is then still the old one. The base class keeps it over such a change: by parameters,
+      as users see it.
     - `_run` sets the gradients of these tensors and updates their values, has the inner optimizer
       step them, and writes the results back. It may communicate. `_drop` drops the gradients.
     - `_show_state` returns the state by the users' parameters. Its tensors may be views of the
-      inner state, which is cheap. `_put_state` does the opposite: it puts state by the users'
+      inner state, which is cheap; copies are noted by `_note_copy`, so that writes to them count.
+      `_put_state` does the opposite: it puts state by the users'
       parameters, from a state dict or from before a change of the tensors, into ``inner.state``.
       All that it may assume is that each tensor belongs to its parameter.
 
     **Which state is valid.** After a step the inner state is valid, and `state` is made from it on
     request (`_show_state`). After a user has written to `state` or loaded one, that one is valid,
     and before the next step `_put_state` copies it to the inner optimizer. Entries that were
-    replaced are found by their identity. Subclasses whose entries are copies find those that were
-    written in place, in `_is_written`.
+    replaced are found by their identity, copies that were written in place by their version.
 
     Attributes:
         optimizer_class: Class of the inner optimizer.
@@ -72,6 +75,8 @@ class DelegatingOptimizer(Optimizer, ABC):
     """The value of `state`; None: it must be made from the inner state."""
     _as_shown: State | None = None
     """The original entries of `_shown`; None: those of the inner optimizer differ."""
+    _copies: list[tuple[Tensor, int]]
+    """Copies in `_shown`, each with its version; writes to them do not reach the inner state."""
 
     def __init__(
         self,
@@ -108,6 +113,8 @@ class DelegatingOptimizer(Optimizer, ABC):
     def _forget(self) -> None:
         """Begin without an inner optimizer."""
         self.inner: Optimizer | None = None
+        self._copies = []
+        self._known: list[Any] = []
         self._sent: list[dict[str, Any]] = []
 
     # --- what subclasses give -------------------------------------------------------------------
@@ -117,8 +124,22 @@ class DelegatingOptimizer(Optimizer, ABC):
         return self.optimizer_class([torch.nn.Parameter(torch.zeros(1))], **self._options)
 
     @abstractmethod
+    def _identity_of(self, param: Any) -> tuple[Any, ...]:
+        """Return objects that are others when an inner tensor does not represent the parameter."""
+
+    def _described(self) -> list[Any]:
+        """Return the identities of all parameters, and None before those of each group."""
+        found: list[Any] = []
+        for group in self.param_groups:
+            found.append(None)
+            for param in group["params"]:
+                found += self._identity_of(param)
+        return found
+
     def _is_outdated(self) -> bool:
         """Whether the inner optimizer's tensors no longer represent the parameters."""
+        known, now = self._known, self._described()
+        return len(known) != len(now) or not all(map(operator.is_, known, now))
 
     @abstractmethod
     def _new_tensors(self) -> list[list[torch.nn.Parameter]]:
@@ -144,10 +165,6 @@ class DelegatingOptimizer(Optimizer, ABC):
         that the inner optimizer does not step.
         """
 
-    def _is_written(self) -> bool:
-        """Whether a user has written to the copies that `_show_state` returned."""
-        return False
-
     # --- steps ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -170,7 +187,7 @@ class DelegatingOptimizer(Optimizer, ABC):
             self._run(inner)
         finally:
             self._drop()
-            self._shown = self._as_shown = None
+            self._forget_shown()
         self._fetch_settings(inner)
         return loss
 
@@ -183,8 +200,18 @@ class DelegatingOptimizer(Optimizer, ABC):
         self._as_shown = None  # If this raises, `state` stays the valid one.
         inner = self._renew(self._new_tensors())
         self._put_state(state)
-        self._shown = self._as_shown = None
+        self._forget_shown()
         return inner
+
+    def _forget_shown(self) -> None:
+        """Have `state` made from the inner state when it is read next."""
+        self._shown = self._as_shown = None
+        self._copies = []
+
+    def _note_copy(self, value: Any) -> None:
+        """Note a part of the shown state that is no view of the inner state."""
+        if isinstance(value, Tensor):
+            self._copies.append((value, torch_tensors.version_of(value)))
 
     def _is_state_written(self) -> bool:
         """Whether a user wrote to `state`, or loaded it, since it was made from the inner state."""
@@ -215,7 +242,7 @@ class DelegatingOptimizer(Optimizer, ABC):
                 or any(known[name] is not value for name, value in entries.items())
             ):
                 return True
-        return self._is_written()
+        return any(torch_tensors.version_of(copy) != version for copy, version in self._copies)
 
     # --- settings -------------------------------------------------------------------------------
 
@@ -322,7 +349,9 @@ class DelegatingOptimizer(Optimizer, ABC):
         """Take over a copied or loaded content; the next step makes the inner optimizer."""
         state = dict(state)
         if "state" in state:
-            shown = map_leaves(state.pop("state"), _unwrap)
+            shown = map_leaves(
+                state.pop("state"), lambda leaf: leaf.tensor if isinstance(leaf, _Wrapped) else leaf
+            )
             self._shown, self._as_shown = defaultdict(dict, shown), None
         if "optimizer_class" in state:
             self._forget()
@@ -346,7 +375,3 @@ def _wrap_tensors(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return _Wrapped(leaf) if isinstance(leaf, Tensor) else leaf
 
     return {**state_dict, "state": map_leaves(state_dict["state"], wrap)}
-
-
-def _unwrap(leaf: Any) -> Any:
-    return leaf.tensor if isinstance(leaf, _Wrapped) else leaf

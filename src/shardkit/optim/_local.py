@@ -17,7 +17,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import writing_only
 from shardkit.optim._codecs import codec_of, fresh_state, is_number, own_random_numbers
 from shardkit.optim._delegating import DelegatingOptimizer, State
-from shardkit.optim._refusals import BY_OWNERS, NORM, check_elementwise
+from shardkit.optim._refusals import BY_OWNERS, NORM, check_class
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -92,6 +92,11 @@ class RunPart:
     stop: int
     at: int
 
+    @property
+    def place(self) -> slice:
+        """The range of the run."""
+        return slice(self.at, self.at + self.stop - self.start)
+
 
 @dataclass(slots=True, eq=False)
 class SteppedRun:
@@ -140,19 +145,10 @@ class SteppedRun:
             begin = self.start - first.flat_start
             return flat[begin : begin + self.numel].to(device, dtype)
         result = torch.zeros(self.numel, dtype=dtype, device=device)
-        places = [result[p.at : p.at + p.stop - p.start] for p in self.parts]
+        places = [result[part.place] for part in self.parts]
         pieces = [_part_of(t, p) for t, p in zip(tensors, self.parts, strict=True)]
         torch_tensors.foreach_copy(places, pieces)
         return result
-
-    def use_master(self, saved: Sequence[Any], dtype: torch.dtype) -> None:
-        """Step a master, which is a saved one or a new one."""
-        self.has_master = True
-        if saved:
-            self.tensor = nn.Parameter(self.join(saved, dtype))
-        else:
-            self.tensor = nn.Parameter(self.values.to(dtype, copy=True))
-            self.version = torch_tensors.version_of(self.values)
 
     def refresh_master(self) -> None:
         """Take over what others wrote to the parameters; elsewhere the master stays."""
@@ -204,10 +200,11 @@ def plan_runs(
         begin = param.spec.piece_range[0]
         for start, stop in _ranges(param, codec):
             last = runs[-1] if runs else None
-            if last is not None and _continues(last, param, histories, codec, master_dtype):
-                at = begin + start - last.start
-                last.parts.append(RunPart(param, start, stop, at))
-                last.numel = at + stop - start
+            is_coded = codec.block_numel is not None  # Then ranges of one parameter are apart.
+            if last and not is_coded and _continues(last, param, histories, master_dtype):
+                part = RunPart(param, start, stop, begin + start - last.start)
+                last.parts.append(part)
+                last.numel = part.place.stop
             else:
                 runs.append(
                     SteppedRun([RunPart(param, start, stop, 0)], begin + start, stop - start)
@@ -285,21 +282,15 @@ def _wants_master(param: Any, master_dtype: torch.dtype | None) -> bool:
 
 
 def _continues(
-    run: SteppedRun,
-    param: Any,
-    histories: Mapping[Any, Hashable],
-    codec: Codec,
-    master_dtype: torch.dtype | None,
+    run: SteppedRun, param: Any, histories: Mapping[Any, Hashable], master_dtype: Any
 ) -> bool:
     """Whether a parameter's piece belongs to the run that ends before it."""
     before = run.parts[-1].param
-    if type(before) is not ShardedTensor or before is param or codec.block_numel is not None:
+    if type(before) is not ShardedTensor or before.flat is None or before.flat is not param.flat:
         return False
     grads = (before.grad, param.grad)
     return (
-        before.flat is not None
-        and before.flat is param.flat
-        and param.spec.index == before.spec.index + 1
+        param.spec.index == before.spec.index + 1
         and histories[before] == histories[param]
         and (grads[0] is None) == (grads[1] is None)
         and (
@@ -321,9 +312,12 @@ def _make_tensor(
     else:
         run.values = first if run.is_plain else run.join(params, None)
         saved = [state.get(param, {}).get(MASTER) for param in params]
-    if wants_master and not run.awaits_gradient:
-        assert master_dtype is not None
-        run.use_master([] if any(value is None for value in saved) else saved, master_dtype)
+    run.has_master = wants_master and not run.awaits_gradient
+    if run.has_master and not any(value is None for value in saved):
+        run.tensor = nn.Parameter(run.join(saved, master_dtype))
+    elif run.has_master:
+        run.tensor = nn.Parameter(run.values.to(master_dtype, copy=True))
+        run.version = torch_tensors.version_of(run.values)
     else:
         is_trainable = run.values.is_floating_point() or run.values.is_complex()
         run.tensor = first if run.is_plain else nn.Parameter(run.values, is_trainable)
@@ -386,11 +380,9 @@ class LocalOptimizer(DelegatingOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._runs: list[SteppedRun] = []
-        self._known: list[list[tuple[Any, Any]]] = []
-        self._copies: list[tuple[Tensor, int]] = []
 
     def _probe(self) -> Optimizer:
-        check_elementwise(self.optimizer_class)
+        check_class(self.optimizer_class, on_wholes=False)
         probe = super()._probe()
         # An option of bitsandbytes: it clips each parameter's update by its norm.
         if getattr(getattr(probe, "args", None), "max_unorm", 0.0):
@@ -405,28 +397,21 @@ class LocalOptimizer(DelegatingOptimizer):
 
     def _new_tensors(self) -> list[list[torch.nn.Parameter]]:
         state, result = self.state, []
-        self._runs, self._known = [], []
+        self._runs, self._known = [], self._described()
         if self._is_random:
             check_copies(param for group in self.param_groups for param in group["params"])
         for group in self.param_groups:
-            params = group["params"]
-            runs = plan_runs(params, state, self._codec, self.master_dtype)
+            runs = plan_runs(group["params"], state, self._codec, self.master_dtype)
             self._runs += runs
-            self._known.append([(param, _piece_of(param)) for param in params])
             result.append([run.tensor for run in runs])
         return result
 
+    def _identity_of(self, param: Any) -> tuple[Any, ...]:
+        return param, param.local_piece if type(param) is ShardedTensor else None
+
     def _is_outdated(self) -> bool:
         """Whether parameters were added or have other pieces, or gradients split a run."""
-        if len(self._known) != len(self.param_groups):
-            return True
-        for group, known in zip(self.param_groups, self._known, strict=True):
-            if len(group["params"]) != len(known):
-                return True
-            for param, (before, piece) in zip(group["params"], known, strict=True):
-                if param is not before or _piece_of(param) is not piece:
-                    return True
-        return any(map(_is_parted, self._runs))
+        return super()._is_outdated() or any(map(_is_parted, self._runs))
 
     def _run(self, inner: Optimizer) -> None:
         params = (param for group in self.param_groups for param in group["params"])
@@ -480,7 +465,6 @@ class LocalOptimizer(DelegatingOptimizer):
                 self._codec.check(self._entries_of(run), run.tensor)
 
     def _drop(self) -> None:
-        self._copies = []
         for run in self._runs:
             if not run.is_plain or run.has_master:
                 run.tensor.grad = None
@@ -495,7 +479,6 @@ class LocalOptimizer(DelegatingOptimizer):
     def _show_state(self) -> State:
         assert self.inner is not None
         found: dict[Any, list[dict[str, Any]]] = {}
-        self._copies = []
         for run in self._runs:
             entries = self._entries_of(run)
             if not entries and not run.has_master:
@@ -506,10 +489,11 @@ class LocalOptimizer(DelegatingOptimizer):
             for part in run.parts:
                 views = {name: _view(value, run, part) for name, value in shown.items()}
                 found.setdefault(part.param, []).append(views)
-                self._note_copies(value for value in views.values() if is_number(value))
-            self._note_copies(
-                value for name, value in shown.items() if value is not entries.get(name, value)
-            )
+                for value in filter(is_number, views.values()):
+                    self._note_copy(value)
+            for name, value in shown.items():
+                if value is not entries.get(name, value):
+                    self._note_copy(value)
         state: State = {
             param: self._joined(param, found[param])
             for group in self.param_groups
@@ -528,20 +512,13 @@ class LocalOptimizer(DelegatingOptimizer):
         for name, value in result.items():
             if isinstance(value, ShardedTensor):
                 piece = torch.cat([entries[name].local_piece for entries in shown])
-                self._note_copies([piece])
+                self._note_copy(piece)
                 result[name] = ShardedTensor(piece, param.spec)
         return result
-
-    def _note_copies(self, values: Iterable[Any]) -> None:
-        self._copies += [(v, torch_tensors.version_of(v)) for v in values if isinstance(v, Tensor)]
-
-    def _is_written(self) -> bool:
-        return any(torch_tensors.version_of(tensor) != version for tensor, version in self._copies)
 
     @torch.no_grad()
     def _put_state(self, state: Mapping[Any, dict[str, Any]]) -> None:
         assert self.inner is not None
-        self._copies = []
         settings = {
             id(tensor): group for group in self.inner.param_groups for tensor in group["params"]
         }
@@ -585,10 +562,6 @@ class LocalOptimizer(DelegatingOptimizer):
         return value
 
 
-def _piece_of(param: Any) -> Any:
-    return param.local_piece if type(param) is ShardedTensor else None
-
-
 def _is_parted(run: SteppedRun) -> bool:
     """Whether only some of a run's parameters have gradients, or they are not contiguous at first.
 
@@ -614,5 +587,4 @@ def _view(value: Any, run: SteppedRun, part: RunPart) -> Any:
         return value
     if run.is_stand_in:
         return ShardedTensor(value[:0], part.param.spec)
-    piece = value[part.at : part.at + part.stop - part.start]
-    return ShardedTensor(piece, part.param.spec, value, run.start)
+    return ShardedTensor(value[part.place], part.param.spec, value, run.start)

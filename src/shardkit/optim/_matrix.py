@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardkit._compat import torch_autograd, torch_tensors
+from shardkit._compat import torch_autograd
 from shardkit._errors import OptimizerError, RankMismatchError
 from shardkit._params.state_dicts import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
@@ -16,7 +16,7 @@ from shardkit._tensor.written_values import Mark, writing_only
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._owners import Gathering, Scattering, make_owner_groups, matrix_cost
-from shardkit.optim._refusals import check_by_parameter
+from shardkit.optim._refusals import check_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,8 +124,8 @@ class OwnedParams:
         self.stepped: set[int] = set()
         # Separate memory with its own version counter, until values are gathered.
         self.wholes = {
-            index: nn.Parameter(group.piece_of(index).new_empty(tuple(group.params[index].shape)))
-            for index, owner in enumerate(group.owners)
+            index: nn.Parameter(param.local_piece.new_empty(tuple(param.shape)))
+            for index, (param, owner) in enumerate(zip(group.params, group.owners, strict=True))
             if owner == group.me
         }
         self.stepped_as: dict[int, list[nn.Parameter]] = {
@@ -135,7 +135,6 @@ class OwnedParams:
             for index, whole in self.wholes.items()
         }
         self._forms: dict[int, Entries] = {}
-        self._copies: list[tuple[Tensor, int]] = []
         # The piece's state when the whole was made of it; None: never, or a step raised since then.
         self.marks: list[Mark | None] = [None] * len(group.params)
 
@@ -166,7 +165,7 @@ class OwnedParams:
         active = [index for index in range(number) if somewhere[index]]
         # Gather the present pieces of those parameters that others have written.
         for batch in self.group.batches([i for i in active if is_stale[i]], batch_nbytes):
-            pieces = {index: self.group.piece_of(index) for index in batch}
+            pieces = {index: self.group.params[index].local_piece for index in batch}
             for index, whole in Gathering(self.group, batch, pieces, "values").finish().items():
                 if self.group.is_whole_here(index):
                     self.wholes[index].data = whole
@@ -208,17 +207,16 @@ class OwnedParams:
     def _is_stale(self, index: int) -> bool:
         """Whether others have written this rank's piece since the whole was made of it."""
         mark, param = self.marks[index], self.group.params[index]
-        assert isinstance(param, ShardedTensor)
         return mark is None or (param.local_piece.numel() > 0 and mark.is_past(param))
 
     def _raise_mixed(self, index: int, number: int) -> None:
         """Name the ranks on which a parameter has no gradient, although it has one on others."""
-        group = self.group
-        has = group.axis.exchange(group.params[index].grad is not None)
+        group, param = self.group, self.group.params[index]
+        has = group.axis.exchange(param.grad is not None)
         ranks = [rank for rank, there in zip(group.axis.members, has, strict=True) if not there]
         more = f" (and {number - 1} more parameters)" if number > 1 else ""
         msg = (
-            f"parameter {group.spec_of(index).name!r}{more} has no gradient on ranks {ranks}, and "
+            f"parameter {param.spec.name!r}{more} has no gradient on ranks {ranks}, and "
             f"one on the others. Set gradients to None, or call zero_grad(), on all ranks or none."
         )
         raise RankMismatchError(msg)
@@ -246,7 +244,7 @@ class OwnedParams:
                 if not entries:
                     continue
                 forms[index] = (
-                    _form_of_stack(entries, self._lead(index), self.group.spec_of(index).name)
+                    _form_of_stack(entries, self._lead(index), self.group.params[index].spec.name)
                     if self._is_stack(index)
                     else map_leaves(entries[0], _form_or_number)
                 )
@@ -259,20 +257,14 @@ class OwnedParams:
             self._forms = {index: form for _, of_one in everyone for index, form in of_one.items()}
         return reason
 
-    def show(self, inner: Optimizer) -> State:
+    def show(self, inner: Optimizer, note_copy: Callable[[Tensor], None]) -> State:
         """Return the state by parameter; this rank's tensors are views where possible."""
-        self._copies = []
         result = {}
         for index, form in self._forms.items():
             entries = self._own_state(index, inner) if index in self.wholes else form
             if entries:
-                result[self.group.params[index]] = self._shown(index, entries)
+                result[self.group.params[index]] = self._shown(index, entries, note_copy)
         return result
-
-    @property
-    def is_written(self) -> bool:
-        """Whether a user has written to copies that `show` returned."""
-        return any(torch_tensors.version_of(copied) != version for copied, version in self._copies)
 
     def put(self, state: State, inner: Optimizer) -> None:
         """Put this rank's part of a state by parameter into an optimizer. Collective.
@@ -294,18 +286,18 @@ class OwnedParams:
                 inner.state[each] = map_leaves(entries, part)
         self.stepped = set(given)
 
-    def _shown(self, index: int, entries: Entries) -> Any:
-        spec, group = self.group.spec_of(index), self.group
+    def _shown(self, index: int, entries: Entries, note_copy: Callable[[Tensor], None]) -> Any:
+        group = self.group
 
         def show(leaf: Any) -> Any:
             if isinstance(leaf, _Form):
-                nothing = torch.empty(0, dtype=leaf.dtype, device=spec.device)
+                nothing = torch.empty(0, dtype=leaf.dtype, device=group.params[index].spec.device)
                 return ShardedTensor(nothing, group.owned_spec(index, leaf.shape))
             if not isinstance(leaf, Tensor) or leaf.ndim == 0:
                 return leaf
             flat = leaf.detach().reshape(-1)
             if not leaf.is_contiguous() or self._is_stack(index):
-                self._copies.append((flat, torch_tensors.version_of(flat)))
+                note_copy(flat)
             return ShardedTensor(flat, group.owned_spec(index, leaf.shape))
 
         return map_leaves(entries, show)
@@ -314,7 +306,7 @@ class OwnedParams:
         """Return a leaf of the state as its owner keeps it; other ranks get a meaningless value."""
         if not isinstance(leaf, Tensor):
             return leaf
-        group, spec = self.group, self.group.spec_of(index)
+        group, spec = self.group, self.group.params[index].spec
         if not isinstance(leaf, ShardedTensor):
             return leaf.detach().clone() if leaf.ndim == 0 else leaf.detach().to(spec.device)
         leaf = leaf.detach()
@@ -344,7 +336,7 @@ class OwnedParams:
         if not entries or not self._is_stack(index):
             return entries[0] if entries else {}
         lead = self._lead(index)
-        _form_of_stack(entries, lead, self.group.spec_of(index).name)
+        _form_of_stack(entries, lead, self.group.params[index].spec.name)
         result: Entries = _stacked(entries, lead)
         return result
 
@@ -381,11 +373,11 @@ class Batch:
     def finish_values(self) -> None:
         """Write the received values to the parameters' pieces."""
         group = self._owned.group
-        params: list[Any] = [group.params[index] for index in self._indices]
+        params = [group.params[index] for index in self._indices]
         with writing_only(params):
-            self._values.finish({index: group.piece_of(index) for index in self._indices})
+            self._values.finish({index: group.params[index].local_piece for index in self._indices})
             # If the piece is the whole, nothing has raised its version counter.
-            here = [group.piece_of(i) for i in self._indices if group.is_whole_here(i)]
+            here = [group.params[i].local_piece for i in self._indices if group.is_whole_here(i)]
             torch.autograd.graph.increment_version(here)
         del self._values
         for index, param in zip(self._indices, params, strict=True):
@@ -393,7 +385,7 @@ class Batch:
 
     def _piece_of_gradient(self, index: int) -> Tensor:
         group = self._owned.group
-        spec, grad = group.spec_of(index), group.params[index].grad
+        spec, grad = group.params[index].spec, group.params[index].grad
         if not isinstance(grad, ShardedTensor) or not grad.spec.same_cut(spec):
             msg = (
                 f"the gradient of {spec.name!r}, shape {tuple(spec.shape)}, is a "
@@ -489,7 +481,6 @@ class MatrixOptimizer(DelegatingOptimizer):
         super()._forget()
         self._owned: list[OwnedParams] = []
         self._loads: dict[int, float] = {}
-        self._known: list[list[tuple[Any, ...]]] = []
         self._plain: list[nn.Parameter] = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -545,17 +536,11 @@ class MatrixOptimizer(DelegatingOptimizer):
         raise OptimizerError(msg)
 
     def _probe(self) -> Optimizer:
-        check_by_parameter(self.optimizer_class)
+        check_class(self.optimizer_class, on_wholes=True)
         return self.optimizer_class([nn.Parameter(torch.zeros(1, 1))], **self._options)
 
-    def _is_outdated(self) -> bool:
-        return self._known != self._describe()
-
-    def _describe(self) -> list[list[tuple[Any, ...]]]:
-        return [
-            [(id(p), id(getattr(p, "spec", None)), p.dtype) for p in group["params"]]
-            for group in self.param_groups
-        ]
+    def _identity_of(self, param: Any) -> tuple[Any, ...]:
+        return param, getattr(param, "spec", None), param.dtype
 
     def _new_tensors(self) -> list[list[nn.Parameter]]:
         if self._is_outdated():
@@ -584,7 +569,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         about += f", stacks={self._stacks}"
         groups, loads = make_owner_groups(sharded, self._cost or matrix_cost, about)
         self._owned = [OwnedParams(group, stacks=self._stacks) for group in groups]
-        self._known = self._describe()
+        self._known = self._described()
         ranks = groups[0].axis.members if groups else ()
         self._loads = dict(zip(ranks, loads, strict=True))
 
@@ -656,7 +641,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         assert self.inner is not None
         inner, shown = self.inner, State()
         for owned in self._owned:
-            shown |= owned.show(inner)
+            shown |= owned.show(inner, self._note_copy)
         for param in self._plain:
             if inner.state.get(param):
                 shown[param] = inner.state[param]
@@ -674,9 +659,6 @@ class MatrixOptimizer(DelegatingOptimizer):
             owned.put(state, inner)
         _exchange_forms(self._owned, inner)
 
-    def _is_written(self) -> bool:
-        return any(owned.is_written for owned in self._owned)
-
     def _is_state_written(self) -> bool:
         """Whether a user wrote to `state` on any rank, since only the owner has copies."""
         is_written = super()._is_state_written()
@@ -688,7 +670,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         """Update the numbers that this rank shows of others' state to the last step. Collective."""
         assert self.inner is not None
         _exchange_forms(self._owned, self.inner)
-        self._shown = self._as_shown = None
+        self._forget_shown()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; each tensor's owner holds all of it. Call it on all ranks.

@@ -24,7 +24,7 @@ from shardkit.backends.base import AllToAll
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from shardkit._tensor.sharded import ShardedTensor
     from shardkit.backends.base import PeerAxis
@@ -302,7 +302,7 @@ class Scattering:
             [(index, group.spreads[index].numel_of(group.me)) for index in from_one]
             for from_one in traffic.gets
         ]
-        like = group.piece_of(indices[0])
+        like = group.params[indices[0]].local_piece
         self._exchange = _Exchange(group, like, indices, send, gets, "values")
 
     def finish(self, pieces: Mapping[int, Tensor]) -> None:
@@ -322,9 +322,8 @@ class Scattering:
 def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy from source to target, for each pair (target, source)."""
     if copies:
-        torch_tensors.foreach_copy(
-            [target for target, _ in copies], [source for _, source in copies]
-        )
+        targets, sources = zip(*copies, strict=True)
+        torch_tensors.foreach_copy(targets, sources)
 
 
 class _Exchange:
@@ -390,7 +389,7 @@ class OwnerGroup:
     """Members, and the member to which each parameter belongs."""
 
     axis: PeerAxis  # Communicator of all members.
-    params: list[nn.Parameter]  # The users' parameters, in the order of their groups.
+    params: list[Any]  # The users' sharded parameters, in the order of their groups.
     spreads: list[Spread]  # The holders of each parameter's elements.
     costs: list[float]  # Cost of each parameter.
     owners: list[int]  # Member to which each parameter belongs.
@@ -403,21 +402,10 @@ class OwnerGroup:
         """This rank's place among the members."""
         return self.axis.rank
 
-    def spec_of(self, index: int) -> ShardSpec:
-        """Return how a parameter is cut."""
-        param: Any = self.params[index]
-        spec: ShardSpec = param.spec
-        return spec
-
-    def piece_of(self, index: int) -> torch.Tensor:
-        """Return this rank's piece of a parameter."""
-        param: Any = self.params[index]
-        piece: torch.Tensor = param.local_piece
-        return piece
-
     def is_whole_here(self, index: int) -> bool:
         """Whether this rank's piece is all of a parameter."""
-        return self.spreads[index].numel_of(self.me) == self.params[index].numel()
+        spread = self.spreads[index]
+        return spread.numel_of(self.me) == math.prod(spread.shape)
 
     def batches(self, indices: Sequence[int], batch_nbytes: int) -> list[list[int]]:
         """Return batches of parameters, each of one dtype."""
@@ -446,7 +434,7 @@ class OwnerGroup:
     def owned_spec(self, index: int, shape: Sequence[int]) -> ShardSpec:
         """Return the spec of state of any shape that belongs to the owner of a parameter."""
         layout = owned_layout(shape, self.owners[index], self.axis.size)
-        of_param = self.spec_of(index)
+        of_param = self.params[index].spec
         return ShardSpec(
             layout,
             0,
@@ -562,13 +550,10 @@ def _agree(axis: PeerAxis, facts: list[tuple[Any, ...]]) -> None:
 
 def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart] | None) -> Spread:
     """Return the members' ranges of a parameter."""
-    mesh, placements = spec.mesh, spec.placements
-    inner = 0 if spec.tensor_parallel is None else len(spec.tensor_parallel.placements)
-    shard_dim = mesh.ndim - inner - 1
-    on_mesh = dict(zip(mesh.ranks, itertools.product(*map(range, mesh.shape)), strict=True))
+    on_mesh = spec.mesh.coordinates()
     coordinates = [on_mesh[rank] for rank in members]
     # The placements of tensor parallelism are torch's.
-    copied = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
+    copied = [dim for dim, placement in enumerate(spec.placements) if placement.is_replicate()]
     numbers: dict[tuple[int, ...], int] = {}
     replicas = [
         numbers.setdefault(tuple(place[dim] for dim in copied), len(numbers))
@@ -579,17 +564,6 @@ def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart
         replicas=tuple(replicas),
         layout=spec.layout,
         index=spec.index,
-        places=tuple(_places_on_axis(members, coordinates, shard_dim)),
+        places=tuple(place[-1] for place in coordinates),  # On the shard axis, if it has no parts.
         parts=None if parts is None else tuple(parts),
     )
-
-
-def _places_on_axis(
-    members: Sequence[int], coordinates: Sequence[tuple[int, ...]], dim: int
-) -> list[int]:
-    """Return each member's place in its process group along an axis; groups are in rank order."""
-    lines: dict[tuple[int, ...], list[int]] = {}
-    along = [(*place[:dim], *place[dim + 1 :]) for place in coordinates]
-    for line, rank in sorted(zip(along, members, strict=True)):
-        lines.setdefault(line, []).append(rank)
-    return [lines[line].index(rank) for line, rank in zip(along, members, strict=True)]

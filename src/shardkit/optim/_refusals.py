@@ -43,44 +43,34 @@ _NAME = re.compile(
 )
 
 
-def check_elementwise(optimizer_class: type[Optimizer]) -> None:
-    """Refuse a class that is known not to be elementwise, or to need calls beside its steps."""
-    _check_calls(optimizer_class)
-    reason = _reason_of(optimizer_class)
-    if reason is not None:
-        remedy = _DIRECTLY if reason == _OVER_ALL else BY_OWNERS
-        name = _full_name(optimizer_class)
-        msg = f"{name} cannot run on pieces of parameters: {reason}. {remedy}"
+def check_class(optimizer_class: type[Optimizer], *, on_wholes: bool) -> None:
+    """Refuse a class that is known not to run inside of another optimizer.
+
+    Args:
+        optimizer_class: Class to check; the classes that it inherits from count as well.
+        on_wholes: Whether it steps whole parameters, of which each rank has some, and not pieces.
+
+    Raises:
+        OptimizerError: It computes with what it would not get, or it needs calls beside its steps:
+            schedule-free ones swap their weights for those of training.
+    """
+    name = f"{optimizer_class.__module__}.{optimizer_class.__name__}"
+    if hasattr(optimizer_class, "train") and hasattr(optimizer_class, "eval"):
+        msg = (
+            f"{name} cannot run inside of another optimizer, because users call its train() and "
+            f"eval(). {_DIRECTLY}"
+        )
         raise OptimizerError(msg)
-
-
-def check_by_parameter(optimizer_class: type[Optimizer]) -> None:
-    """Refuse a class that is known to update parameters together, or to need other calls."""
-    _check_calls(optimizer_class)
-    if _reason_of(optimizer_class) == _OVER_ALL:
-        name = _full_name(optimizer_class)
-        msg = f"{name} cannot run where each rank has some parameters: {_OVER_ALL}. {_DIRECTLY}"
-        raise OptimizerError(msg)
-
-
-def _reason_of(optimizer_class: type[Optimizer]) -> str | None:
-    """Return why a class is not elementwise; None if nothing is known against it."""
     for base in optimizer_class.__mro__:
         found = _NAME.match(base.__name__.lower().replace("_", ""))
         if found is not None:
-            return _REASONS[found["word"]]
-    return None
-
-
-def _check_calls(optimizer_class: type[Optimizer]) -> None:
-    """Refuse a class that swaps its weights for those of training, as schedule-free ones do."""
-    if hasattr(optimizer_class, "train") and hasattr(optimizer_class, "eval"):
-        msg = (
-            f"{_full_name(optimizer_class)} cannot run inside of another optimizer, because users "
-            f"call its train() and eval(). {_DIRECTLY}"
-        )
-        raise OptimizerError(msg)
-
-
-def _full_name(optimizer_class: type[Optimizer]) -> str:
-    return f"{optimizer_class.__module__}.{optimizer_class.__name__}"
+            reason = _REASONS[found["word"]]
+            break
+    else:
+        return
+    if on_wholes and reason != _OVER_ALL:
+        return
+    where = "where each rank has some parameters" if on_wholes else "on pieces of parameters"
+    remedy = _DIRECTLY if reason == _OVER_ALL else BY_OWNERS
+    msg = f"{name} cannot run {where}: {reason}. {remedy}"
+    raise OptimizerError(msg)

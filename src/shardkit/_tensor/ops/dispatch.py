@@ -16,35 +16,7 @@ import torch
 from torch import Tensor
 
 from shardkit._compat import torch_tensors
-from shardkit._tensor.ops.reductions import (
-    agree,
-    extreme,
-    foreach_norm,
-    item,
-    mean,
-    reduce_by,
-    truth,
-    unscale,
-    vector_norm,
-)
-from shardkit._tensor.ops.structural import (
-    READ_NO_VALUES,
-    copy_into,
-    empty_as,
-    fills_by_shape,
-    new_like,
-    plain_empty,
-    random,
-    refuse_resize,
-    same_memory,
-    state_like,
-    structural,
-    view,
-    view_of,
-    view_of_size,
-    write,
-    writes_elements,
-)
+from shardkit._tensor.ops import reductions, structural
 from shardkit._tensor.ops.wholes import (
     ShardedView,
     argument,
@@ -54,8 +26,8 @@ from shardkit._tensor.ops.wholes import (
     followed,
     gathered,
     note_write,
+    piece_beside,
     runs_on_wholes,
-    slice_operand,
     whole,
     without_out,
     wrap,
@@ -73,12 +45,6 @@ if TYPE_CHECKING:
 # --- memory of optimizer state --------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _OpenFlat:
-    flat: Any
-    taken: set[int]
-
-
 class StateAllocator:
     """Allocator that lays new tensors of a bucket's parameters end to end, like the parameters.
 
@@ -87,7 +53,8 @@ class StateAllocator:
     """
 
     def __init__(self) -> None:
-        self._open: list[_OpenFlat] = []
+        # The parameters whose tensors were taken, by the flat that has them.
+        self._open: dict[weakref.ref[Tensor], set[int]] = {}
         self._is_off = False
 
     def allocate(
@@ -102,23 +69,19 @@ class StateAllocator:
         if self._is_off or len(layout.shapes) == 1 or spec.start == spec.stop:
             return None
         start, stop = spec.piece_range
-        for entry in self._open:
-            flat = entry.flat()
-            if flat is None or index in entry.taken:
+        for ref, taken in [*self._open.items()]:
+            flat = ref()
+            if flat is None or index in taken:
                 continue
             if flat.dtype == dtype and flat.device == device:
-                entry.taken.add(index)
+                taken.add(index)
                 return flat, flat[start:stop]
         flat = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
-        entry = _OpenFlat(None, {index})
-        entry.flat = weakref.ref(flat, lambda _: self._closed(entry))
-        self._open.append(entry)
+        self._open[weakref.ref(flat, self._closed)] = {index}
         return flat, flat[start:stop]
 
-    def _closed(self, entry: _OpenFlat) -> None:
-        self._open.remove(entry)
-        if len(entry.taken) == 1:
-            self._is_off = True
+    def _closed(self, ref: weakref.ref[Tensor]) -> None:
+        self._is_off |= len(self._open.pop(ref)) == 1
 
 
 # --- runs of neighbouring pieces ------------------------------------------------------------------
@@ -285,11 +248,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Indices with only plain tensors (parameters that are not sharded) pass through.
     """
     if any(type(arg) is ShardedTensor for arg in (*args, *kwargs.values())):  # A common number.
-        args = tuple(gathered(func, arg) if type(arg) is ShardedTensor else arg for arg in args)
-        kwargs = {
-            key: gathered(func, arg) if type(arg) is ShardedTensor else arg
-            for key, arg in kwargs.items()
-        }
+        args = tuple(gathered(func, arg) for arg in args)
+        kwargs = {key: gathered(func, arg) for key, arg in kwargs.items()}
     if type(args[-1]) is Tensor and args[-1].ndim == 1:  # A number for each entry.
         func, args = func.overloadpacket.ScalarList, (*args[:-1], args[-1].tolist())
     first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
@@ -326,10 +286,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> bool:
     """Whether the result depends on plain tensors that may differ between ranks."""
-    if torch_tensors.is_mutable_op(
-        func
-    ):  # Optimizers write in backward, with numbers that are tensors.
-        return False
+    if torch_tensors.is_mutable_op(func):
+        return False  # Optimizers write in backward, with numbers that are tensors.
     if runs is not None and not any(isinstance(arg, Tensor) for arg in args):
         return False
     if not runs_on_wholes(args):
@@ -366,7 +324,7 @@ def _local_entry(func: Any, item: Tensor, reference: Tensor, *, is_written: bool
     is_copied = is_written and type(item) is ShardedTensor
     if is_copied or torch.broadcast_shapes(item.shape, spec.shape) != spec.shape:
         return None
-    return slice_operand(gathered(func, item), spec)
+    return piece_beside(func, item, spec)
 
 
 def one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -386,7 +344,7 @@ def one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the largest element of each entry. Cost: an all-reduce for each."""
     del kwargs
-    maximum, of_one = extreme("max"), torch.ops.aten.max.default
+    maximum, of_one = reductions.extreme("max"), torch.ops.aten.max.default
     return [
         maximum(of_one, (item,), {}) if type(item) is ShardedTensor else func([item])[0]
         for item in args[0]
@@ -439,13 +397,7 @@ def _sliced(
     """Return the arguments with pieces for all tensors, including plain ones."""
 
     def slice_one(arg: Any) -> Any:
-        if not isinstance(arg, Tensor):
-            return arg
-        if type(arg) is ShardedTensor:
-            if arg.spec.same_cut(spec):
-                return arg.local_piece
-            arg = gathered(func, arg)
-        return slice_operand(arg, spec)
+        return piece_beside(func, arg, spec) if isinstance(arg, Tensor) else arg
 
     local_kwargs = {k: slice_one(v) for k, v in kwargs.items() if k != "memory_format"}
     return [slice_one(arg) for arg in args], local_kwargs
@@ -494,7 +446,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(func)
     if handler is None:
         handler = _HANDLERS[func] = _classify(func)
-    if torch.is_grad_enabled() and handler is not same_memory:
+    if torch.is_grad_enabled() and handler is not structural.same_memory:
         cut_gradients(args, kwargs)
     return handler(func, args, kwargs)
 
@@ -511,19 +463,18 @@ def _run_on_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if args and type(args[0]) is ShardedView:
         shown, *others = args
         if func.is_view:
-            return view_of(shown.base, func, (shown.geometry, *others), kwargs)
-        if writes_elements(func):
-            return write(func, args, kwargs)
-        if func in READ_NO_VALUES:
-            return func(empty_as(shown), *others, **kwargs)
+            return structural.view_of(shown.base, func, (shown.geometry, *others), kwargs)
+        if structural.writes_elements(func):
+            return structural.write(func, args, kwargs)
+        if func in structural.READ_NO_VALUES:
+            return func(structural.empty_as(shown), *others, **kwargs)
     changed, filled = torch_tensors.written_arguments(func)
     written = [argument(args, kwargs, key) for key in (*changed, *filled)]
     writes_views = any(type(t) is ShardedView for t in iter_tensors(written, depth=0))
     if writes_views or runs_on_wholes(args, kwargs):
         return whole(func, args, kwargs)
-    args, kwargs = (
-        map_tensors(lambda t: gathered(func, t) if type(t) is ShardedView else t, tree)
-        for tree in (args, kwargs)
+    args, kwargs = map_tensors(
+        lambda t: gathered(func, t) if type(t) is ShardedView else t, (args, kwargs)
     )
     has_sharded = any(type(t) is ShardedTensor for t in iter_tensors([args, kwargs], depth=0))
     return dispatch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
@@ -541,10 +492,10 @@ def _classify(func: Any) -> Any:
     if name.startswith("_foreach_"):
         return one_by_one
     if func.is_view:
-        return view
+        return structural.view
     if torch.Tag.nondeterministic_seeded in func.tags:
         # Those that read values run on wholes: the number of draws may depend on the values.
-        return random if fills_by_shape(func) else whole
+        return structural.random if structural.fills_by_shape(func) else whole
     if torch.Tag.pointwise in func.tags:
         return pointwise_mutating if torch_tensors.is_mutable_op(func) else pointwise
     return whole
@@ -570,45 +521,43 @@ def _is_list_of_elementwise(name: str) -> bool:
     )
 
 
-def _register(handler: Any, *funcs: Any) -> None:
-    for func in funcs:
+def _register(handler: Any, *ops: Any) -> None:
+    """Note the handler of operators, given by name (with the overload, if it is no default)."""
+    for op in ops:
+        func = op
+        if isinstance(op, str):
+            name, _, overload = op.partition(".")
+            func = getattr(getattr(_aten, name), overload or "default")
         _HANDLERS[func] = handler
 
 
-_register(same_memory, _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
-_register(structural, _aten.clone.default, _aten.empty_like.default, torch_tensors.copy_to_op)
-_register(state_like, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
-_register(mutating, _aten.zero_.default, _aten.fill_.Scalar)
-_register(pointwise_mutating, _aten.fill_.Tensor)
-_register(pointwise, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor)
-_register(pointwise_mutating, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
-_register(plain_empty, _aten.new_empty.default, _aten.new_empty_strided.default)
-_register(refuse_resize, _aten.set_.source_Tensor, _aten.set_.source_Storage)
-_register(refuse_resize, _aten.set_.source_Storage_storage_offset, _aten.resize_.default)
-_register(refuse_resize, _aten.resize_as_.default)
-_register(view_of_size, _aten.view.default, torch_tensors.unsafe_view_op, _aten.expand.default)
-_register(write, _aten.index_put_.default, _aten.index_fill_.int_Scalar)
-_register(write, _aten.index_fill_.int_Tensor)
-_register(
-    new_like,
-    _aten.new_zeros.default,
-    _aten.new_ones.default,
-    _aten.new_full.default,
-)
-_register(copy_into, _aten.copy_.default)
-_register(reduce_by("sum", torch.sum), _aten.sum.default, _aten.sum.dim_IntList)
-_register(reduce_by("sum", torch.count_nonzero), _aten.count_nonzero.default)
-_register(reduce_by("product", torch.prod), _aten.prod.default)
-_register(extreme("max"), _aten.max.default, _aten.amax.default)
-_register(extreme("min"), _aten.min.default, _aten.amin.default)
-_register(truth("max"), _aten.any.default)
-_register(truth("min"), _aten.all.default)
-_register(mean, _aten.mean.default, _aten.mean.dim)
-_register(agree, _aten.equal.default, _aten.allclose.default)
-_register(item, torch_tensors.item_op)
-_register(vector_norm, _aten.linalg_vector_norm.default, _aten.norm.Scalar)
-_register(vector_norm, _aten.norm.ScalarOpt_dim)  # torch_xla's `clip_grad_norm_` calls it.
+_register(structural.same_memory, "detach", "alias", "lift_fresh")
+_register(structural.structural, "clone", "empty_like", torch_tensors.copy_to_op)
+_register(structural.state_like, "zeros_like", "ones_like", "full_like")
+_register(mutating, "zero_", "fill_.Scalar")
+_register(pointwise, "masked_fill.Scalar", "masked_fill.Tensor")
+_register(pointwise_mutating, "fill_.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")
+_register(structural.plain_empty, "new_empty", "new_empty_strided")
+_register(structural.refuse_resize, "set_.source_Tensor", "set_.source_Storage")
+_register(structural.refuse_resize, "set_.source_Storage_storage_offset")
+_register(structural.refuse_resize, "resize_", "resize_as_")
+_register(structural.view_of_size, "view", "expand", torch_tensors.unsafe_view_op)
+_register(structural.write, "index_put_", "index_fill_.int_Scalar", "index_fill_.int_Tensor")
+_register(structural.new_like, "new_zeros", "new_ones", "new_full")
+_register(structural.copy_into, "copy_")
+_register(reductions.reduce_by("sum", torch.sum), "sum", "sum.dim_IntList")
+_register(reductions.reduce_by("sum", torch.count_nonzero), "count_nonzero")
+_register(reductions.reduce_by("product", torch.prod, neutral=1), "prod")
+_register(reductions.reduce_by("max", torch.any), "any")
+_register(reductions.reduce_by("min", torch.all, neutral=1), "all")
+_register(reductions.extreme("max"), "max", "amax")
+_register(reductions.extreme("min"), "min", "amin")
+_register(reductions.mean, "mean", "mean.dim")
+_register(reductions.agree, "equal", "allclose")
+_register(reductions.item, torch_tensors.item_op)
+_register(reductions.vector_norm, "linalg_vector_norm", "norm.Scalar")
+_register(reductions.vector_norm, "norm.ScalarOpt_dim")  # `clip_grad_norm_` of torch_xla calls it.
 _register(nothing, torch_tensors.propagate_xla_data_op)
-_register(foreach_norm, torch_tensors.foreach_norm_op)
+_register(reductions.foreach_norm, torch_tensors.foreach_norm_op)
 _register(largest, torch_tensors.foreach_max_op)
-_register(unscale, torch_tensors.unscale_op)
+_register(reductions.unscale, torch_tensors.unscale_op)

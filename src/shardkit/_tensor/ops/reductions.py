@@ -16,9 +16,10 @@ from shardkit._tensor.client_answers import ClaimsClass
 from shardkit._tensor.ops.wholes import all_reduce, first_sharded, gathered, refuse, whole
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import part_sums_of
+from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from shardkit._tensor.spec import Axis
 
@@ -75,7 +76,9 @@ class GlobalNumber(ClaimsClass, Tensor):
         if type(result) is not Tensor or func.__name__ == "__get__":  # An attribute, as `_base`.
             return result
         # One norm of a list makes their stack global, see `foreach_norm`.
-        is_global = func is torch.stack or _are_global((*args, *kwargs.values()))
+        is_global = func is torch.stack or all(
+            type(each) is GlobalNumber for each in iter_tensors((args, kwargs), depth=0)
+        )
         return as_global(result) if is_global else result
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -94,17 +97,6 @@ class GlobalNumber(ClaimsClass, Tensor):
         """Copy the number."""
         memo[id(self)] = result = as_global(plain(self).detach().clone())
         return result
-
-
-def _are_global(values: Iterable[Any]) -> bool:
-    """Whether all tensors among arguments, and in lists of them, are numbers over all ranks."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            if not _are_global(value):
-                return False
-        elif isinstance(value, Tensor) and type(value) is not GlobalNumber:
-            return False
-    return True
 
 
 def as_global(value: Tensor) -> Tensor:
@@ -130,12 +122,6 @@ def covers_all(tensor: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any
     return {dim % max(tensor.ndim, 1) for dim in dims} == set(range(max(tensor.ndim, 1)))
 
 
-def shaped(value: Tensor, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Return the result in the shape that ``keepdim`` demands."""
-    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
-    return value.reshape((1,) * tensor.ndim) if keepdim else value
-
-
 def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> Handler:
     """Return a handler: `fn` if no dim is left, else the operator on whole tensors.
 
@@ -155,23 +141,29 @@ def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> 
         if not covers_all(tensor, dims, kwargs):
             return whole(func, args, kwargs)
         tensor.cut_gradient()
-        return as_global(shaped(fn(func, args, kwargs), tensor, dims, kwargs))
+        value = fn(func, args, kwargs)
+        keepdim = dims[1] if len(dims) > 1 else kwargs.get("keepdim", False)
+        return as_global(value.reshape((1,) * tensor.ndim) if keepdim else value)
 
     return handler
 
 
-def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
-    """Return a handler that reduces the piece by `local_reduce`, then over the ranks by `op`."""
-    neutral = 1 if op == "product" else 0
+def reduce_by(op: str, local_reduce: Callable[..., Tensor], *, neutral: int = 0) -> Handler:
+    """Return a handler that reduces the piece by `local_reduce`, then over the ranks by `op`.
+
+    Elements of value `neutral` have no effect.
+    """
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         del func
         tensor = args[0]
         piece = tensor.spec.without_padding(tensor.local_piece, neutral)
         dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
-        value = local_reduce(piece, **dtype).clone()
+        local = local_reduce(piece, **dtype)
+        wire_dtype = torch.uint8 if local.dtype == torch.bool else local.dtype
+        value = local.to(wire_dtype, copy=True)
         all_reduce(value, tensor.spec, op)
-        return value
+        return value.to(local.dtype)
 
     return reduction(handler)
 
@@ -221,21 +213,6 @@ def reduce_extremes(values: Tensor, axis: Axis, op: str) -> None:
     axis.all_reduce(on_wire, op)
     numbers, nans = on_wire.chunk(2)
     values.copy_(numbers.masked_fill(nans != 0, float("nan")))
-
-
-def truth(op: str) -> Handler:
-    """Return a handler of any (max) or all (min)."""
-
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        del kwargs
-        tensor = args[0]
-        piece = tensor.spec.without_padding(tensor.local_piece, op == "min")
-        local: Tensor = func(piece)
-        value = local.to(torch.uint8)
-        all_reduce(value, tensor.spec, op)
-        return value.to(local.dtype)
-
-    return reduction(handler)
 
 
 @reduction
@@ -303,15 +280,15 @@ def sharded_norms(
         for i, piece in enumerate(pieces):
             if order < 0 and piece.numel() == 0:
                 norms[i] = 0  # Not 0 ** order: there is nothing to add.
-    _count_once(norms, tensors, order)
+    for i, tensor in enumerate(tensors):
+        # Several ranks of a sum have these powers in common.
+        if abs(order) != _INF and type(tensor) is ShardedTensor and tensor.spec.num_counted > 1:
+            norms[i] /= tensor.spec.num_counted
     for axis, indices in by_axis(tensors).items():
         # Not by a list of indices, which would be copied to the device with a wait.
         is_whole = len(indices) == len(tensors)
         picked = norms if is_whole else torch.stack([norms[i] for i in indices])
-        if abs(order) == _INF:
-            reduce_extremes(picked, axis, "max" if order > 0 else "min")
-        else:
-            axis.all_reduce(picked, "sum")
+        _reduce_norms(picked, axis, order)
         if not is_whole:
             torch_tensors.foreach_copy([norms[i] for i in indices], picked.unbind())
     _sum_parts(norms, tensors, order)
@@ -322,12 +299,12 @@ def sharded_norms(
     return [by_dtype[each][i] for i, each in enumerate(wanted)]
 
 
-def _count_once(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
-    """Divide, in place, the powers that several ranks of a sum have in common."""
-    if abs(order) != _INF:
-        for i, tensor in enumerate(tensors):
-            if type(tensor) is ShardedTensor and tensor.spec.num_counted > 1:
-                norms[i] /= tensor.spec.num_counted
+def _reduce_norms(values: Tensor, axis: Axis, order: float) -> None:
+    """All-reduce norms of an infinite order, or powers of others, in place."""
+    if abs(order) == _INF:
+        reduce_extremes(values, axis, "max" if order > 0 else "min")
+    else:
+        axis.all_reduce(values, "sum")
 
 
 def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
@@ -401,10 +378,7 @@ def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
             total = own.sum(0, keepdim=True)
         before = total.clone()
         for axis in axes:
-            if is_extreme:
-                reduce_extremes(total, axis, "max" if order > 0 else "min")
-            else:
-                axis.all_reduce(total, "sum")
+            _reduce_norms(total, axis, order)
         if is_extreme:
             choose = torch.maximum if order > 0 else torch.minimum
             for i in indices or [0]:

@@ -15,9 +15,10 @@ from shardkit._tensor.ops.wholes import (
     first_sharded,
     gathered,
     note_write,
+    piece_beside,
     places_of,
     refuse,
-    slice_operand,
+    store,
     whole,
     wrap,
 )
@@ -131,20 +132,18 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not ShardedTensor:
         return whole(func, args, kwargs)
-    is_sharded, given = type(source) is ShardedTensor, source
+    is_sharded = type(source) is ShardedTensor
     if is_sharded and source.spec.same_cut(target.spec):
-        source = source.local_piece
+        piece = source.local_piece
     else:
         check_in_place(func, target, source)
-        if is_sharded:
-            source = gathered(func, source)
-        source = slice_operand(source, target.spec)
-    func(target.local_piece, source, *args[2:], **kwargs)
+        piece = piece_beside(func, source, target.spec)
+    func(target.local_piece, piece, *args[2:], **kwargs)
     target.spec.annotate_sharding(target.local_piece)
     # A result of operators, as in nn.init.trunc_normal_, updates the present values.
-    note_write(target, is_followed=not is_sharded or (given.flat is None and not is_param(given)))
+    note_write(target, is_followed=not is_sharded or (source.flat is None and not is_param(source)))
     if not is_sharded:
-        note_written(target, lambda: [given])
+        note_written(target, lambda: [source])
     return target
 
 
@@ -159,10 +158,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     result = func(full, *args[1:], **kwargs)
     if torch_tensors.is_mutable_op(func):
-        local.copy_(tensor.spec.slice_full(full))
-        tensor.spec.annotate_sharding(local)
-        note_write(tensor, is_followed=True)
-        note_written(tensor, lambda: [full])
+        store(func, tensor, full)
         return tensor
     return wrap(tensor.spec.slice_full(result).clone(), tensor.spec)
 
@@ -263,9 +259,7 @@ def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         note_write(base, is_followed=True)
         note_update(func, (base,))
         return target
-    others, kwargs = (
-        map_tensors(lambda tensor: gathered(func, tensor), tree) for tree in (others, kwargs)
-    )
+    others, kwargs = map_tensors(lambda tensor: gathered(func, tensor), (others, kwargs))
     _write(func, shown, others, kwargs)
     return target
 

@@ -94,6 +94,13 @@ def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:
     return spec.slice_full(arg.expand(spec.shape))
 
 
+def piece_beside(func: Any, arg: Tensor, spec: ShardSpec) -> Tensor:
+    """Return the operand beside a piece for a tensor; gather one that is cut in another way."""
+    if type(arg) is ShardedTensor and arg.spec.same_cut(spec):
+        return arg.local_piece
+    return slice_operand(gathered(func, arg) if type(arg) is ShardedTensor else arg, spec)
+
+
 def cut_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the gradients of the operands arrive as pieces, if autograd records an operator."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
