@@ -22,7 +22,7 @@ from recording import recording_mesh
 from shardkit import MixedPrecisionPolicy, checkpoint, from_config, fully_shard
 from shardkit._cli import app
 from shardkit.backends.groups import world_size_or_raise
-from shardkit.checkpoint._files.full import parse_size
+from shardkit.checkpoint._files.formats import parse_size
 from shardkit.config._schema import SECTIONS
 from shardkit.launch import parse
 

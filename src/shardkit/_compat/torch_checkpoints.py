@@ -91,6 +91,13 @@ def dcp_memory_format() -> Any:
     return metadata._MEM_FORMAT_ENCODING
 
 
+def save_alone(writer: Any, planner: Any) -> None:
+    """Do what ``dcp.save`` does in one process, without its warning that there is only one."""
+    from torch.distributed.checkpoint import state_dict_saver  # noqa: TID251 - a private name of it
+
+    state_dict_saver._save_state_dict({}, writer, no_dist=True, planner=planner)
+
+
 _HELPERS_MODULE = "torch.distributed._state_dict_utils"
 
 _STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"

@@ -7,7 +7,7 @@ from shardkit.checkpoint._consolidate import consolidate
 from shardkit.checkpoint._dcp.directory import latest
 from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._dcp.writer import CheckpointWriter
-from shardkit.checkpoint._files.full import FullFile
+from shardkit.checkpoint._files.formats import FullFile
 from shardkit.checkpoint._full import LoadedNames, load_full, save_full
 from shardkit.checkpoint._load import load
 from shardkit.checkpoint._local import (

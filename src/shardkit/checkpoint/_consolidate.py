@@ -37,8 +37,8 @@ from shardkit.checkpoint._files.disk import (
     open_regular,
     reading,
 )
-from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
-from shardkit.checkpoint._files.local import LocalFiles, RankFiles, XlaFsdpFiles, is_of_xla_fsdp
+from shardkit.checkpoint._files.formats import Format, FullFile, FullWriter
+from shardkit.checkpoint._local import RankFiles, open_rank_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,15 +105,8 @@ def consolidate(  # noqa: PLR0913 - the checkpoint, and the file to write
     checkpoint = open_checkpoint(source, suffix)
     keys, put_together = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
     names = {name: key for name, key in keys.items() if key in checkpoint.infos}
-    other_keys = {name: key for name, key in keys.items() if name not in names}
     if optimizer and (format != "torch" or max_shard_size is not None):
         msg = "an optimizer's state fits one torch file only: leave out the other options."
-        raise CheckpointError(msg)
-    if other_keys and (format != "torch" or max_shard_size is not None):
-        msg = (
-            f"{source} has entries that are no tensors ({listed(other_keys, str)}): they fit one "
-            f"torch file only, without max_shard_size."
-        )
         raise CheckpointError(msg)
     infos = {name: converted(checkpoint.infos[key], dtype) for name, key in names.items()}
     by_key = {key: name for name, key in reversed(names.items())}
@@ -122,8 +115,7 @@ def consolidate(  # noqa: PLR0913 - the checkpoint, and the file to write
         for name, key in names.items()
         if checkpoint.tied.get(key) in by_key
     }
-    others = {name: checkpoint.read_other(key) for name, key in other_keys.items()}
-
+    others = {name: checkpoint.read_other(key) for name, key in keys.items() if name not in names}
     kept = [name for name in names if name not in tied]
     with (
         Meter(progress, f"consolidating {Path(source).name}", rank=0) as meter,
@@ -133,11 +125,8 @@ def consolidate(  # noqa: PLR0913 - the checkpoint, and the file to write
             format=format,
             max_shard_size=max_shard_size,
             tied=tied,
-            arrange=(
-                None
-                if max_shard_size is not None
-                else lambda tensors: put_together({**tensors, **others})
-            ),
+            others=others,
+            arrange=put_together,
         ) as writer,
     ):
         meter.expect(sum(infos[name].nbytes for name in kept))
@@ -159,8 +148,8 @@ def open_checkpoint(
             return DistributedCheckpoint(path)
         # The pattern is matched as text, since a prefix is no directory.
         names = glob.glob(glob.escape(str(source)) + suffix)  # noqa: PTH207
-        if files := [Path(name) for name in sorted(names)]:
-            return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
+        if names:
+            return open_rank_files([Path(name) for name in sorted(names)])
         if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
             return DistributedCheckpoint(path)  # It raises, and says what is missing.
         if not path.exists():
@@ -212,34 +201,36 @@ def _plan(
     paths = checkpoint.paths.items()
     # Below a name there are further keys where DCP has taken extra state apart.
     inside = {key: path[len(root) :] for key, path in paths if path[: len(root)] == root}
-    if not optimizer:
-        names = {join_keys(path): key for key, path in inside.items()}
-        return names, lambda flat: nested({inside[names[name]]: v for name, v in flat.items()})
-    optim = next(
-        (
-            (*root[:-1], name)
-            for name in _OPTIMIZERS
-            if root and any(path[: len(root)] == (*root[:-1], name) for _, path in paths)
-        ),
-        None,
-    )
-    if optim is None:
-        msg = f"{source} has no optimizer's state beside the model. Leave out the optimizer."
-        raise CheckpointError(msg)
-    places: dict[str, Keys] = {}
-    for key, path in paths:
-        if key in inside:
-            places[key] = ("model", *inside[key])
-        elif path[: len(optim)] == optim:
-            places[key] = ("optim", *path[len(optim) :])
+    if optimizer:
+        optim = next(
+            (
+                (*root[:-1], name)
+                for name in _OPTIMIZERS
+                if root and any(path[: len(root)] == (*root[:-1], name) for _, path in paths)
+            ),
+            None,
+        )
+        if optim is None:
+            msg = f"{source} has no optimizer's state beside the model. Leave out the optimizer."
+            raise CheckpointError(msg)
+        places = {key: ("model", *path) for key, path in inside.items()}
+        places |= {
+            key: ("optim", *path[len(optim) :])
+            for key, path in paths
+            if key not in inside and path[: len(optim)] == optim
+        }
+        keys = {key: key for key, _ in paths if key in places}
+    else:
+        places = inside
+        keys = {join_keys(path): key for key, path in inside.items()}
 
     def put_together(entries: dict[str, Any]) -> Any:
-        content: Any = nested({places[key]: value for key, value in entries.items()})
-        if "param_groups" in content["optim"]:  # State that is empty has no entry.
+        content: Any = nested({places[keys[name]]: value for name, value in entries.items()})
+        if optimizer and "param_groups" in content["optim"]:  # State that is empty has no entry.
             content["optim"] = {"state": {}, **content["optim"]}
         return content
 
-    return {key: key for key in places}, put_together
+    return keys, put_together
 
 
 def model_root(checkpoint: Source, source: object, model_key: str | None = None) -> Keys:

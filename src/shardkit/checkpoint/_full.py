@@ -17,7 +17,6 @@ from shardkit._module.materialize import rebuild_buffers
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
-from shardkit._text import listed
 from shardkit.checkpoint._agreement import FirstRank, axes_of, rank_of
 from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._files.disk import (
@@ -25,7 +24,7 @@ from shardkit.checkpoint._files.disk import (
     TensorInfo,
     converted,
 )
-from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
+from shardkit.checkpoint._files.formats import Format, FullFile, FullWriter
 from shardkit.checkpoint._state.names import (
     by_identity,
     device_of,
@@ -97,17 +96,7 @@ def save_full(
         if isinstance(value, ShardedTensor):
             value.spec.check_saved()
     others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
-    infos = {n: converted(TensorInfo.of(v), dtype) for n, v in tensors.items()}
-    if others and (format == "safetensors" or max_shard_size is not None):
-        msg = (
-            f"the model has state that is no tensor ({listed(others, str)}), which {path} cannot "
-            f"hold: use format='torch' without max_shard_size."
-        )
-        raise CheckpointError(msg)
-
-    def arrange(by_name: dict[str, Tensor]) -> Any:
-        return {name: by_name.get(name, others.get(name)) for name in state}
-
+    infos = {name: converted(TensorInfo.of(v), dtype) for name, v in tensors.items()}
     first = FirstRank(axes_of(mesh), f"could not write {path}")
     writer: FullWriter | None = None
     with contextlib.ExitStack() as stack:
@@ -120,7 +109,8 @@ def save_full(
                         format=format,
                         max_shard_size=max_shard_size,
                         tied=tied,
-                        arrange=arrange,
+                        others=others,
+                        arrange=lambda found: {name: found[name] for name in state},
                     )
                 )
         first.raise_error()
@@ -290,13 +280,14 @@ def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
 def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
     """Fill those tensors of the model that the source has under one of their names."""
     infos, device = source.infos, device_of(entry.tensor for entry in entries)
-    wanted = [(e.tensor, [name for name in e.names if name in infos]) for e in entries]
-    # torch's load_state_dict loads a tied tensor under each name, so the last one remains.
-    jobs = [
-        (tensor, names[-1], _nbytes_read(tensor, infos[names[-1]]))
-        for tensor, names in wanted
-        if names
-    ]
+    jobs: list[tuple[Tensor, str, int]] = []
+    for entry in entries:
+        # torch's load_state_dict loads a tied tensor under each name, so the last one remains.
+        for name in [name for name in entry.names if name in infos][-1:]:
+            tensor, numel = entry.tensor, entry.tensor.numel()
+            if isinstance(tensor, ShardedTensor) and tensor.spec.tensor_parallel is None:
+                numel = tensor.spec.stop - tensor.spec.start
+            jobs.append((tensor, name, numel * infos[name].dtype.itemsize))
     meter.expect(sum(nbytes for *_, nbytes in jobs))
     for tensor, name, nbytes in jobs:
         fill_tensor(source, name, tensor, device)
@@ -311,10 +302,3 @@ def _first_elements(source: Source, name: str) -> list[Tensor]:
     if isinstance(source, FromFirstRank):
         return [torch.zeros(1)]  # All ranks have received the same values.
     return [source.read(name, 0, min(source.infos[name].numel, _NUM_COMPARED))]
-
-
-def _nbytes_read(target: Tensor, info: TensorInfo) -> int:
-    numel = target.numel()
-    if isinstance(target, ShardedTensor) and target.spec.tensor_parallel is None:
-        numel = target.spec.stop - target.spec.start
-    return numel * info.dtype.itemsize

@@ -291,16 +291,16 @@ class ModelPart:
 
     def __init__(self, source: DistributedCheckpoint, model: nn.Module, misfits: Misfits) -> None:
         self._model = model
-        self._state = get_model_state_dict(model)
+        state = get_model_state_dict(model)
         self._in_place: set[str] = set()
         self._nested: dict[str, dict[str, Keys]] = {}
         infos = source.entries
-        prefix = model_prefix(infos, self._state)
-        self.entries = {name: prefix + name for name in self._state}  # By the model's own names.
+        prefix = model_prefix(infos, state)
+        self.entries = {name: prefix + name for name in state}  # By the model's own names.
         self.targets: dict[str, Any] = {}  # Tensors to fill, by entry.
-        device = device_of(self._state.values())
+        device = device_of(state.values())
         storages = {_storage_of(tensor) for tensor in _tensors_of(model)}
-        for name, value in self._state.items():
+        for name, value in state.items():
             entry = self.entries[name]
             if name.rpartition(".")[2] == EXTRA_STATE and self._find_extra_state(source, name):
                 continue
@@ -312,7 +312,7 @@ class ModelPart:
                 # `load_state_dict`.
                 if target is value and value is not None and _storage_of(value) in storages:
                     self._in_place.add(name)
-                self.targets[entry] = self._state[name] = target
+                self.targets[entry] = target
         own = set(self.entries.values()).union(*self._nested.values())
         of_others = entries_of_other_stages(source.stages, own)
         # Names that other stages of a pipeline saved. They may be left over.
@@ -436,15 +436,7 @@ class OptimizerPart:
         # The optimizers' present tensors are read into: allocating memory takes longer than
         # reading.
         present = get_optimizer_state_dict(self._model, self._optimizers)["state"]
-        rooms = {
-            name: {
-                key: value
-                for key, info in infos.items()
-                if _is_room(value := element(present, (name, key)), info)
-            }
-            for name, infos in self._saved.items()
-        }
-        self._state = optimizer_template(self._model, self._optimizers, self._saved, rooms)
+        self._state = optimizer_template(self._model, self._optimizers, self._saved, present)
         if self._groups:
             self._state["param_groups"] = self._groups
         targets = {}
@@ -481,11 +473,6 @@ class OptimizerPart:
         for name, values in found.items():
             self._state["state"].setdefault(name, {}).update(nested(values))  # Lists stay lists.
         put_optimizer_state(self._model, self._optimizers, self._state, strict=False)
-
-
-def _is_room(value: Any, info: TensorInfo | None) -> bool:
-    """Whether a value of an optimizer can be read into: only sharded tensors, others are small."""
-    return isinstance(value, ShardedTensor) and not value.is_meta and info == TensorInfo.of(value)
 
 
 def _compare_names(
@@ -537,11 +524,11 @@ def _compare_classes(
     for optimizer in as_optimizers(optimizers):
         kind = getattr(optimizer, "optimizer_class", type(optimizer))
         is_known = f"{kind.__module__}.".startswith("torch.optim.") and kind.__name__ in _KEPT
-        kept: Collection[str]
-        if is_known:
-            kept = _KEPT[kind.__name__]
-        else:  # Its keys are unknown before it steps.
-            kept = {key for state in optimizer.state.values() for key in state}
+        kept: Collection[str] = (
+            _KEPT[kind.__name__]
+            if is_known  # The keys of other classes are unknown before they step.
+            else {key for state in optimizer.state.values() for key in state}
+        )
         found: dict[str, str] = {}
         for aliases, _ in parameters_by_name(model, optimizer):
             for name in aliases:
@@ -595,7 +582,7 @@ class ExtrasPart:
     def put(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """Load the objects; return the values for which no object was passed."""
         values = {path: loaded[entry] for entry, path in self._paths.items()}
-        extras = nested(values) if values else {}
+        extras: dict[str, Any] = nested(values) if values else {}
         for name, value in self._objects.items():
             if name not in extras:
                 continue
@@ -605,8 +592,7 @@ class ExtrasPart:
                 value.load_state_dict(state, assign=is_meta)
             else:
                 value.load_state_dict(state)
-        result: dict[str, Any] = extras
-        return result
+        return extras
 
 
 # --- which entry is whose -------------------------------------------------------------------------

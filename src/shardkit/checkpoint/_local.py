@@ -1,7 +1,8 @@
 """One file per rank: its pieces as plain tensors, with a description of how they are cut.
 
 torch.save and torch.load write and read these files without any class of shardkit. One process can
-join them to whole tensors again (`_consolidate`). The content of such a file::
+join them to whole tensors again (`RankFiles`), also those of torch_xla. The content of such a
+file::
 
     "model":           {name: 1-D piece, or a whole tensor that is not sharded, or extra state}
     "optimizer":       {"<parameter>.<state>": the same}
@@ -20,7 +21,11 @@ that is the same in all files of one save.
 
 from __future__ import annotations
 
+import math
+import re
 import secrets
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,19 +36,17 @@ from shardkit._params.state_dicts import holds_sharded
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import first_of_all
 from shardkit.checkpoint._agreement import agreed, axes_of
-from shardkit.checkpoint._files.disk import dtype_name, nested, reading, saved_key
-from shardkit.checkpoint._files.local import (
-    FORMAT,
-    METADATA,
-    MODEL,
-    OPTIMIZER,
-    VERSION,
-    info_of,
-    is_piece,
-    keys_of_state,
-    metadata_of,
-    name_of_state,
+from shardkit.checkpoint._files.disk import (
+    Keys,
+    Source,
+    TensorInfo,
+    dtype_name,
+    join_keys,
+    nested,
+    reading,
+    saved_key,
 )
+from shardkit.checkpoint._files.formats import TorchFile
 from shardkit.checkpoint._state.model_and_optimizer import (
     named_state,
     optimizer_template,
@@ -59,11 +62,114 @@ from shardkit.checkpoint._state.names import (
 from shardkit.checkpoint._state.sources import Misfits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from torch.optim import Optimizer
 
     from shardkit._mesh import DeviceMesh
+
+FORMAT = "shardkit local"
+VERSION = 1
+MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"
+"""Keys of such a file."""
+
+_MAX_SHOWN = 16
+
+
+def metadata_of(state: Any, what: object) -> dict[str, Any]:
+    """Return the description in a local state dict, after checks that it is consistent."""
+    metadata = state.get(METADATA) if isinstance(state, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        msg = (
+            f"{what} is not what shardkit.checkpoint.local_state_dict returns: it has no "
+            f"{METADATA!r} of format {FORMAT!r}. Other files are read by load_full and load."
+        )
+        raise CheckpointError(msg)
+    if metadata.get("version") != VERSION:
+        msg = (
+            f"{what} has version {metadata.get('version')} of the format {FORMAT!r}; this shardkit "
+            f"reads version {VERSION}. Read it by the shardkit that wrote it."
+        )
+        raise CheckpointError(msg)
+    try:
+        _check_metadata(metadata)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        msg = f"{what}: its {METADATA!r} is damaged: {error!r}. Use the file of another save."
+        raise CheckpointError(msg) from error
+    return metadata
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """Raise some error if a description is impossible."""
+    rank, world_size = metadata["rank"], metadata["world_size"]
+    names = [*metadata["tied"], *metadata["tied"].values(), *metadata[MODEL]]
+    entries = [*metadata[MODEL].items()]
+    for name, states in metadata.get(OPTIMIZER, {}).items():
+        names.append(name)
+        entries += [(name_of_state(name, place), described) for place, described in states.items()]
+    if not all(isinstance(name, str) for name in names):
+        msg = "a name is no string"
+        raise TypeError(msg)
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        msg = f"rank {rank!r} of {world_size!r}"
+        raise ValueError(msg)
+    hash(metadata["save"])
+    for name, described in entries:
+        if described is None:
+            continue
+        shape, dtype = described["shape"], getattr(torch, described["dtype"])
+        numbers = [*shape, *(described["range"] or (0, 0))]
+        fits = isinstance(dtype, torch.dtype) and all(type(n) is int and n >= 0 for n in numbers)
+        start, stop = described["range"] or (0, 0)
+        if not (fits and start <= stop <= math.prod(shape)) or described["cut"] == 0:
+            msg = f"{name!r} is {described!r}"
+            raise ValueError(msg)
+
+
+def keys_of_state(place: Any) -> Keys:
+    """Return the keys that lead to an entry of an optimizer's state, from its place in a file.
+
+    The place is a key, or a tuple of keys of nested dicts. The key of a list is ``(position,)``.
+
+    Raises:
+        ValueError: A key is no string, number, bool or None.
+    """
+    keys = place if isinstance(place, tuple) else (place,)
+    return tuple(_position(*key) if type(key) is tuple else saved_key(key) for key in keys)
+
+
+def _position(position: Any) -> int:
+    if type(position) is not int:
+        msg = f"{position!r} is no position in a list"
+        raise ValueError(msg)
+    return position
+
+
+def name_of_state(param: str, place: Any) -> str:
+    """Return the name of an entry of an optimizer's state in a file."""
+    return join_keys((param, *keys_of_state(place)))
+
+
+def info_of(described: Mapping[str, Any]) -> TensorInfo:
+    """Return shape and dtype of the whole tensor, from its description."""
+    return TensorInfo(tuple(described["shape"]), getattr(torch, described["dtype"]))
+
+
+def piece_info(described: Mapping[str, Any]) -> TensorInfo:
+    """Return shape and dtype of this rank's piece, from the tensor's description."""
+    info = info_of(described)
+    if described["cut"] is None:
+        return info
+    start, stop = described["range"] or (0, info.numel)
+    return TensorInfo((stop - start,), info.dtype)
+
+
+def is_piece(value: Any, described: Mapping[str, Any]) -> bool:
+    """Whether a value is the piece in the description."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and TensorInfo.of(value) == piece_info(described)
+
 
 # --- get ------------------------------------------------------------------------------------------
 
@@ -92,8 +198,7 @@ def local_state_dict(
     Cost: one exchange of a number per mesh axis.
     """
     state = state_of(model)
-    mesh = mesh_of(state, "a local file")
-    _check_has_ranks(mesh)
+    mesh = _mesh_of_ranks(state, "a local file")
     save = first_of_all(secrets.randbits(62), axes_of(mesh))
     metadata: dict[str, Any] = {
         "format": FORMAT,
@@ -144,8 +249,7 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
     Cost: no collectives.
     """
     state = state_of(model)
-    mesh = mesh_of(state, "shard metadata", allow_meta=True)
-    _check_has_ranks(mesh)
+    mesh = _mesh_of_ranks(state, "shard metadata", allow_meta=True)
     return {
         **_describe_all(state, mesh),
         "mesh": {
@@ -157,7 +261,8 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _check_has_ranks(mesh: DeviceMesh) -> None:
+def _mesh_of_ranks(state: dict[str, Any], what: str, *, allow_meta: bool = False) -> DeviceMesh:
+    mesh = mesh_of(state, what, allow_meta=allow_meta)
     if mesh.backend.is_traced:
         msg = (
             f"there are no local files of meshes of {mesh.device_type!r} devices, where pieces are "
@@ -165,6 +270,7 @@ def _check_has_ranks(mesh: DeviceMesh) -> None:
             f"load, or save_full and load_full."
         )
         raise CheckpointError(msg)
+    return mesh
 
 
 def _by_place(name: str, state: dict[Any, Any]) -> dict[Any, Any]:
@@ -178,7 +284,15 @@ def _by_place(name: str, state: dict[Any, Any]) -> dict[Any, Any]:
                 add(entry, *place, (position,))
         elif isinstance(value, dict) and (not place or holds_sharded(value)):
             for key, entry in value.items():
-                _check_key(name, key)
+                try:
+                    saved_key(key)
+                except ValueError as error:
+                    msg = (
+                        f"the optimizer's state of {name!r} has the key {key!r}, a "
+                        f"{type(key).__name__}, which cannot be saved. Make it a string or a "
+                        f"number."
+                    )
+                    raise CheckpointError(msg) from error
                 add(entry, *place, key)
         else:
             own = place if len(place) > 1 else place[0]
@@ -192,17 +306,6 @@ def _by_place(name: str, state: dict[Any, Any]) -> dict[Any, Any]:
 
     add(state)
     return found
-
-
-def _check_key(name: str, key: Any) -> None:
-    try:
-        saved_key(key)
-    except ValueError as error:
-        msg = (
-            f"the optimizer's state of {name!r} has the key {key!r}, a {type(key).__name__}, which "
-            f"cannot be saved. Make it a string or a number."
-        )
-        raise CheckpointError(msg) from error
 
 
 def _local(value: Any) -> Any:
@@ -264,8 +367,7 @@ def load_local_state_dict(
     Cost: one exchange of a number per mesh axis.
     """
     mine = state_of(model)
-    mesh = mesh_of(mine, "a local file", allow_meta=True)
-    _check_has_ranks(mesh)
+    mesh = _mesh_of_ranks(mine, "a local file", allow_meta=True)
 
     def look() -> dict[str, Any]:
         with reading("the state dict"):
@@ -310,7 +412,13 @@ def _fitting_metadata(
     if has_optimizer and OPTIMIZER not in state:
         misfits.wrong.append("no state of an optimizer was saved")
     elif has_optimizer:
-        misfits.wrong += _wrong_of_optimizer(state[OPTIMIZER], metadata[OPTIMIZER])
+        for param, entries in metadata[OPTIMIZER].items():
+            for place, described in entries.items():
+                name = name_of_state(param, place)
+                value = state[OPTIMIZER][name]
+                is_tensor = isinstance(value, Tensor)
+                if is_tensor if described is None else not is_piece(value, described):
+                    misfits.wrong.append(f"not what is said of it: {name!r}")
         groups = [g.get("params") if isinstance(g, dict) else None for g in state["param_groups"]]
         if not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in groups):
             misfits.wrong.append("its parameter groups are no groups")
@@ -344,16 +452,6 @@ def _compare(
             )
         elif not is_piece(saved[name], there):
             misfits.wrong.append(f"not what is said of it: {name!r}")
-
-
-def _wrong_of_optimizer(saved: dict[str, Any], described: dict[str, Any]) -> Any:
-    """Yield each value of an optimizer's state that does not match its description."""
-    for param, entries in described.items():
-        for place, of_entry in entries.items():
-            name = name_of_state(param, place)
-            value = saved[name]
-            if isinstance(value, Tensor) if of_entry is None else not is_piece(value, of_entry):
-                yield f"not what is said of it: {name!r}"
 
 
 def _copy(target: Tensor, value: Tensor) -> None:
@@ -391,3 +489,291 @@ def _optimizer_room(
         if entries:
             filled[name] = nested({keys_of_state(place): v for place, v in entries.items()})
     return {"state": filled, "param_groups": state["param_groups"]}
+
+
+# --- files of all ranks, read as whole tensors ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRange:
+    """A range of a whole tensor that is in one file."""
+
+    start: int  # First element in the flattened whole.
+    stop: int  # End of the range.
+    file: TorchFile  # File that holds it.
+    saved: str  # Name in the file.
+    first: int = 0  # First element of the range in the saved tensor.
+
+
+def open_rank_files(files: Sequence[Path]) -> RankFiles:
+    """Open the files of all ranks of one save, of `local_state_dict` or of torch_xla's FSDP."""
+    opened = [TorchFile(file, MODEL) for file in files]
+    return (LocalFiles if _xla_metadata(opened[0]) is None else XlaFsdpFiles)(opened)
+
+
+class RankFiles(Source):
+    """Files of all ranks of one save, which are read as whole tensors."""
+
+    kind = "per-rank files"
+
+    def __init__(self, opened: Sequence[TorchFile], found: Sequence[dict[str, Any]]) -> None:
+        """Take the files in the order of their ranks; raise unless there is one of each rank."""
+        self.infos, self.tied = {}, {}
+        self.others: dict[str, Any] = {}
+        self.paths: dict[str, Keys] = {}
+        self.world_size: int = found[0]["world_size"]
+        self._chunks: dict[str, list[dict[str, Any]]] = {}
+        self._pieces: dict[str, list[SavedRange]] = {}
+        by_rank: dict[int, TorchFile] = {}
+        for file, metadata in zip(opened, found, strict=True):
+            rank = metadata["rank"]
+            other = by_rank.setdefault(rank, file)
+            if other is not file:
+                msg = f"{file.path} and {other.path} are both of rank {rank}. Remove one of them."
+                raise CheckpointError(msg)
+        # Only some of them: the number of ranks in a damaged file may be any number.
+        absent = (str(rank) for rank in range(self.world_size) if rank not in by_rank)
+        missing = list(islice(absent, _MAX_SHOWN + 1))
+        if missing:
+            shown = ", ".join(missing[:_MAX_SHOWN]) + ", ..." * (len(missing) > _MAX_SHOWN)
+            msg = (
+                f"of {self.world_size} ranks' files those of rank {shown} are missing beside "
+                f"{opened[0].path}. Copy them there."
+            )
+            raise CheckpointError(msg)
+        self._opened = [by_rank[rank] for rank in sorted(by_rank)]
+        self.files = [file.path for file in self._opened]
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on, from as many pieces as that takes."""
+        stop = start + out.numel()
+        for piece in self._pieces[name]:
+            low, high = max(piece.start, start), min(piece.stop, stop)
+            if low >= high:
+                continue
+            part, first = out[low - start : high - start], piece.first + low - piece.start
+            if piece.file.infos[piece.saved].dtype == out.dtype:
+                piece.file.read_into(piece.saved, first, part)
+            else:
+                part.copy_(piece.file.read(piece.saved, first, first + high - low))
+
+    def chunks(self, name: str) -> list[dict[str, Any]]:
+        """Return the files that hold a tensor, with the range of each; None: the whole tensor."""
+        return self._chunks[name]
+
+    def _add_tensor(
+        self, path: Keys, info: TensorInfo, ranges: Sequence[SavedRange], *, is_cut: bool
+    ) -> None:
+        """Note the ranges of a tensor; several files hold replicas of the same range."""
+        key = join_keys(path)
+        by_start: dict[int, SavedRange] = {}
+        for each in ranges:
+            by_start.setdefault(each.start, each)
+        pieces = [by_start[start] for start in sorted(by_start)]
+        ends = [0, *(piece.stop for piece in pieces)]
+        begins = [*(piece.start for piece in pieces), info.numel]
+        if begins != ends:
+            files = f"{self.files[0]} and others"
+            msg = f"the pieces of {join_keys(path[1:])!r} in {files} do not make a whole."
+            raise CheckpointError(msg)
+        self.infos[key], self.paths[key], self._pieces[key] = info, path, pieces
+        self._chunks[key] = [
+            {"file": each.file.path.name, "range": [each.start, each.stop] if is_cut else None}
+            for each in ranges
+        ]
+
+    def _add_other(self, path: Keys, value: Any) -> None:
+        key = join_keys(path)
+        self.paths[key], self.others[key] = path, value
+
+
+class LocalFiles(RankFiles):
+    """The files of `local_state_dict` from all ranks, of one save.
+
+    Names are ``model.<name>`` and ``optim.state.<parameter>.<state>``.
+    """
+
+    def __init__(self, opened: Sequence[TorchFile]) -> None:
+        found = [metadata_of(file.beside, file.path) for file in opened]
+        first = found[0]
+        for file, metadata in zip(opened, found, strict=True):
+            if (metadata["save"], metadata["world_size"]) != (first["save"], first["world_size"]):
+                msg = (
+                    f"{file.path} (rank {metadata['rank']} of {metadata['world_size']}) was not "
+                    f"written together with {opened[0].path} (rank {first['rank']} of "
+                    f"{first['world_size']}): they are of different runs or steps. Keep the files "
+                    f"of one save."
+                )
+                raise CheckpointError(msg)
+        super().__init__(opened, found)
+        opened = self._opened
+        self._found = found = [file.beside[METADATA] for file in opened]
+        self.tied = {f"model.{n}": f"model.{of}" for n, of in found[0]["tied"].items()}
+        for name in (*self.tied, *self.tied.values()):
+            if name.removeprefix("model.") not in found[0][MODEL]:
+                msg = f"{opened[0].path}: {name!r} is tied, and is not there."
+                raise CheckpointError(msg)
+        for name, value in opened[0].others.items():
+            self._add_other(("model", name), value)
+        for name in found[0][MODEL]:
+            self._add(("model", name), opened, name, [each[MODEL].get(name) for each in found])
+        if OPTIMIZER in found[0]:
+            self._add_optimizer()
+
+    def _add_optimizer(self) -> None:
+        opened = [TorchFile(file, OPTIMIZER) for file in self.files]
+        for name, entries in self._found[0][OPTIMIZER].items():
+            for place, described in entries.items():
+                path = ("optim", "state", name, *keys_of_state(place))
+                saved = name_of_state(name, place)
+                if described is None:
+                    if saved not in opened[0].others:
+                        msg = f"{opened[0].path} lacks {saved!r}, which it describes."
+                        raise CheckpointError(msg)
+                    self._add_other(path, opened[0].others[saved])
+                else:
+                    by_rank = [m[OPTIMIZER].get(name, {}).get(place) for m in self._found]
+                    self._add(path, opened, saved, by_rank)
+        self._add_other(("optim", "param_groups"), opened[0].beside.get("param_groups"))
+
+    def _add(
+        self,
+        path: Keys,
+        opened: list[TorchFile],
+        saved: str,
+        described: list[dict[str, Any] | None],
+    ) -> None:
+        """Note the pieces of a tensor, and their files."""
+        if described[0] is None:
+            msg = f"{opened[0].path} does not describe {saved!r}."
+            raise CheckpointError(msg)
+        info = info_of(described[0])
+        ranges = []
+        for file, piece in zip(opened, described, strict=True):
+            if piece is None or info_of(piece) != info:
+                msg = f"{file.path} describes {saved!r} in another way than {opened[0].path}."
+                raise CheckpointError(msg)
+            if file.infos.get(saved) != piece_info(piece):
+                msg = f"{file.path}: {saved!r} is {file.infos.get(saved)}, not what it says."
+                raise CheckpointError(msg)
+            start, stop = piece["range"] or (0, info.numel)
+            if start < stop:
+                ranges.append(SavedRange(start, stop, file, saved))
+        self._add_tensor(path, info, ranges, is_cut=described[0]["range"] is not None)
+
+
+# --- torch_xla's files ----------------------------------------------------------------------------
+#
+# Its users save these on each rank, by `xm.save`::
+#
+#     "model":           {name: shard of a parameter, padded; or a whole buffer}
+#     "shard_metadata":  model.get_shard_metadata()
+#
+# The shards of all ranks, end to end, are the flattened parameter and padding. With
+# ``flatten_parameters=True`` they are a flat parameter, in which several parameters lie end to end.
+# Tested on files of torch_xla 2.9.0; source: its ``distributed/fsdp/state_dict_utils.py``.
+
+_SHARD = re.compile(r"(?s)(?:(.*?)\.)??(_fsdp_shard.*)")  # The module and the name of a shard.
+_FLAT = "_fsdp_wrapped_module.flat_param_"
+_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+
+
+def _xla_metadata(file: TorchFile) -> dict[str, Any] | None:
+    metadata = file.beside.get(METADATA)
+    return metadata if isinstance(metadata, dict) and "shard_info" in metadata else None
+
+
+class XlaFsdpFiles(RankFiles):
+    """The files of all ranks; names are ``model.<name>``, as in the model before sharding.
+
+    A tied weight appears under its first name only, since the files do not record its other names.
+    """
+
+    def __init__(self, opened: Sequence[TorchFile]) -> None:
+        described = []
+        for file in opened:
+            metadata = _xla_metadata(file)
+            if metadata is None:
+                msg = (
+                    f"{file.path} is not of torch_xla's FSDP, as {opened[0].path} is: it has no "
+                    f"{METADATA!r} of get_shard_metadata(). Keep the files of one save together."
+                )
+                raise CheckpointError(msg)
+            described.append(metadata)
+        sizes = sorted({metadata["world_size"] for metadata in described})
+        if len(sizes) > 1:
+            msg = (
+                f"{opened[0].path} and the other files were written by different numbers of ranks "
+                f"({', '.join(map(str, sizes))}). Keep the files of one save."
+            )
+            raise CheckpointError(msg)
+        super().__init__(opened, described)
+        first = self._opened[0]
+        self._metadata: dict[str, Any] = first.beside[METADATA]
+        for name, value in first.others.items():
+            self._add_other((MODEL, _plain(name)), value)
+        buffers = self._metadata.get("buffer_info", {})
+        dtypes = {_plain(name): info["_orig_dtype"] for name, info in buffers.items()}
+        for name, info in first.infos.items():
+            if (found := _SHARD.fullmatch(name)) is not None:
+                self._add_shards(name, found[1] or "", found[2])
+            else:
+                dtype = dtypes.get(_plain(name), info.dtype)
+                self._add(name, TensorInfo(info.shape, dtype), [first], name)
+
+    def _add_shards(self, saved: str, prefix: str, shard_name: str) -> None:
+        """Note the shards of a parameter, or of all parameters in a flat one."""
+        first = self._opened[0]
+        try:
+            shard = self._metadata["shard_info"][prefix][shard_name]
+        except KeyError:
+            msg = f"{first.path} has a shard {saved!r} that its metadata does not describe."
+            raise CheckpointError(msg) from None
+        whole = f"{prefix}.{shard['_orig_name']}" if prefix else shard["_orig_name"]
+        dtype = first.infos[saved].dtype
+        numel = 0
+        for file in self._opened:
+            if saved not in file.infos or file.infos[saved].dtype != dtype:
+                msg = f"{file.path} has no {saved!r} of {dtype}, as {first.path} has."
+                raise CheckpointError(msg)
+            numel += file.infos[saved].numel
+        wanted = math.prod(shard["_orig_size"])
+        if numel < wanted:
+            msg = (
+                f"the shards of {whole!r} in {first.path} and others have {numel} elements "
+                f"together, and the parameter has {wanted}: a file is not of this run."
+            )
+            raise CheckpointError(msg)
+        names, shapes, numels = [whole], [shard["_orig_size"]], [wanted]
+        if _FLAT in whole:
+            names, shapes, numels = self._metadata["flatten_info"][whole]
+            module = whole.rpartition(".")[0]
+            names = [f"{module}.{name}".removeprefix(".") for name in names]
+        start = 0
+        for name, shape, size in zip(names, shapes, numels, strict=True):
+            self._add(name, TensorInfo(tuple(shape), dtype), self._opened, saved, start)
+            start += size
+
+    def _add(
+        self, name: str, info: TensorInfo, files: list[TorchFile], saved: str, start: int = 0
+    ) -> None:
+        """Note the pieces of a tensor: from `start` on, in what the files hold end to end."""
+        plain = _plain(name)
+        if f"{MODEL}.{plain}" in self.infos:
+            msg = f"{self.files[0]} and others hold {plain!r} twice. Were modules wrapped twice?"
+            raise CheckpointError(msg)
+        ranges, begin = [], -start
+        for file in files:
+            end = begin + file.infos[saved].numel
+            low, high = max(begin, 0), min(end, info.numel)
+            if low < high:
+                ranges.append(SavedRange(low, high, file, saved, low - begin))
+            begin = end
+        self._add_tensor((MODEL, plain), info, ranges, is_cut=len(files) > 1)
+
+
+def _plain(name: str) -> str:
+    """Return a name as it was before the modules were wrapped."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardkit._compat import torch_groups
+from shardkit._compat import torch_checkpoints, torch_groups
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import leaves_of, map_leaves
 from shardkit._progress import Meter
@@ -89,12 +89,6 @@ class Job:
             state["extra"] = {name: _extra(name, value) for name, value in self.extra.items()}
         return state
 
-    @property
-    def step(self) -> int | None:
-        """The `step` among the extras, for the manifest."""
-        step = self.extra.get("step")
-        return int(step) if isinstance(step, numbers.Integral) else None
-
 
 def check_arguments(model: Any, optimizers: Any) -> None:
     """Refuse a wrong model or optimizer, on every rank alike."""
@@ -121,26 +115,22 @@ def check_arguments(model: Any, optimizers: Any) -> None:
 
 def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any) -> Path:
     """Write a checkpoint; see `save`."""
-    rank = rank_of(group)
+    rank, step = rank_of(group), job.extra.get("step")
     with Meter(job.progress, f"saving {job.path.name}", rank=rank) as meter:
         writer = CheckpointWriter(
-            job.path, overwrite=job.overwrite, step=job.step, report=meter.add
+            job.path,
+            overwrite=job.overwrite,
+            step=int(step) if isinstance(step, numbers.Integral) else None,
+            report=meter.add,
         )
 
-        def make_state() -> dict[str, Any]:
-            state = collect()
-            writer.layout = layout_of(state.get("model", {}))
-            return state
-
-        planner = SavePlanner(make_state, meter.expect)
-        # Known when all ranks have planned.
-        writer.stages, writer.keys = planner.stages, planner.keys
+        planner = SavePlanner(collect, meter.expect, writer)
         try:
             if dist.is_initialized():
                 with channel_of(group).section("saving", "a checkpoint"):
                     dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
             else:
-                _write_alone(writer, planner)
+                torch_checkpoints.save_alone(writer, planner)
         except BaseException as error:
             if rank == 0:
                 with contextlib.suppress(OSError):
@@ -152,21 +142,6 @@ def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any) -> Path:
         if job.keep_last is not None and rank == 0:
             directory.prune(job.path, job.keep_last)
     return job.path
-
-
-def _write_alone(writer: CheckpointWriter, planner: SavePlanner) -> None:
-    """Do what ``dcp.save`` does in one process, without its warning that there is only one."""
-    try:
-        planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
-        writer.set_up_storage_writer(is_coordinator=True, rank=0)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        plans, metadata = planner.create_global_plan([plan])
-        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-        results = writer.write_data(plan, planner).wait()
-        writer.finish(metadata, [results])
-    except Exception as error:
-        failures: Any = {0: (error, None)}
-        raise CheckpointException("save", failures) from error  # noqa: EM101
 
 
 def _extra(name: str, value: Any) -> Any:
@@ -243,25 +218,6 @@ def _is_distributed_state(value: Any) -> bool:
     return hasattr(value, "__create_write_items__")
 
 
-def layout_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe how a model's parameters are spread over ranks, for people who read the manifest."""
-    meshes: list[dict[str, Any]] = []
-    params: dict[str, int] = {}
-    for name, param in model.items():
-        if isinstance(param, ShardedTensor):
-            mesh = param.spec.mesh
-            described = {
-                "device_type": mesh.device_type,
-                "shape": list(mesh.shape),
-                "axes": list(mesh.mesh_dim_names or ()),
-                "ranks": list(mesh.ranks),
-            }
-            if described not in meshes:
-                meshes.append(described)
-            params[name] = meshes.index(described)
-    return {"meshes": meshes, "mesh_of": params}
-
-
 # --- saves in the background ----------------------------------------------------------------------
 #
 # A process that ends, or destroys its default process group, waits for a save under way. The log
@@ -297,14 +253,8 @@ class Staging:
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state like this one whose tensors are copies; they overwrite the last ones."""
-        tensors = (leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor))
-        copies = self._copy_all({id(tensor): memory_of(tensor) for tensor in tensors})
-        result: dict[str, Any] = map_leaves(
-            state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
-        )
-        return result
-
-    def _copy_all(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        leaves = (leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor))
+        tensors = {id(leaf): memory_of(leaf) for leaf in leaves}
         starts, total = {}, 0
         for key, tensor in tensors.items():
             if is_plain(tensor) and not tensor.is_quantized:
@@ -325,7 +275,10 @@ class Staging:
         for device in on_accelerator:
             if device.type not in {"meta", "xla"}:  # XLA's copies are done when they return.
                 torch.accelerator.synchronize(device)
-        return copies
+        result: dict[str, Any] = map_leaves(
+            state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
+        )
+        return result
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> Tensor:

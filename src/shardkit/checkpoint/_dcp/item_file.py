@@ -9,7 +9,6 @@ import functools
 import io
 import mmap
 import os
-import zipfile
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +27,7 @@ from shardkit.checkpoint._files.disk import (
     open_regular,
     without_memory,
 )
+from shardkit.checkpoint._files.formats import storage_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,7 +105,12 @@ class FileStream:
                     start + BLOCK_NBYTES - in_block,
                     start + _BUFFER_NBYTES - self._filled,
                 )
-                crc32 = self._copy(part[start:stop], crc32)
+                step, end = part[start:stop], self._filled + stop - start
+                self._buffers[self._current][self._filled : end] = step
+                crc32 = zlib.crc32(step, crc32)
+                self._filled = end
+                if end == _BUFFER_NBYTES:
+                    self._flush()
                 in_block += stop - start
                 start = stop
                 if in_block == BLOCK_NBYTES:
@@ -114,16 +119,6 @@ class FileStream:
         if in_block:
             crc32s.append(crc32)
         return Item(offset, self.nbytes - offset, data_offset, tuple(crc32s))
-
-    def _copy(self, part: bytes | memoryview, crc32: int) -> int:
-        """Copy into the current buffer, which has room; return the checksum so far."""
-        stop = self._filled + len(part)
-        self._buffers[self._current][self._filled : stop] = part
-        crc32 = zlib.crc32(part, crc32)
-        self._filled = stop
-        if stop == _BUFFER_NBYTES:
-            self._flush()
-        return crc32
 
     def _flush(self) -> Future[None]:
         """Start to write the current buffer, then wait until the other one is free."""
@@ -223,8 +218,6 @@ def raw_bytes(tensor: Tensor) -> memoryview | None:
 
 # --- reading --------------------------------------------------------------------------------------
 
-_LOCAL_HEADER_NBYTES = 30  # Header of a zip record, without its variable fields.
-
 
 class ItemFile:
     """An open file of a checkpoint."""
@@ -305,22 +298,16 @@ class ItemFile:
             archive: Any = Slice(self._fd, item.offset, item.nbytes)
             with torch.serialization.skip_data():
                 described = torch.load(archive, weights_only=True, map_location="cpu")
-            with zipfile.ZipFile(archive) as records:
-                (record,) = (r for r in records.infolist() if "/data/" in r.filename)
-            head = os.pread(self._fd, _LOCAL_HEADER_NBYTES, item.offset + record.header_offset)
+            (elements,) = storage_entries(archive)
         except Exception:  # noqa: BLE001 - torch.load raises a better error later
             return item
-        plain = (
+        is_plain_tensor = (
             raw_bytes(described) is not None
             and TensorInfo.of(described) == chunk
             and described.storage_offset() == 0
-            and record.compress_type == zipfile.ZIP_STORED
-            and record.file_size == chunk.nbytes
+            and elements.nbytes == chunk.nbytes
         )
-        if not plain:
-            return item
-        skipped = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-        return replace(item, data_offset=record.header_offset + _LOCAL_HEADER_NBYTES + skipped)
+        return replace(item, data_offset=elements.begin) if is_plain_tensor else item
 
     def check_frame(self, item: Item, chunk: TensorInfo, name: str) -> None:
         """Raise unless an item with a `data_offset` is such a tensor; reads a few hundred bytes."""

@@ -208,7 +208,7 @@ _BUILT: frozenset[type[Any]] = frozenset(
         dcp.TensorProperties,
         dcp.MetadataIndex,
         dcp.StorageMeta,
-        torch_checkpoints.dcp_storage_info(),
+        _STORAGE_INFO,
     }
 )
 """Classes that a pickle may instantiate, and whose state it may set."""

@@ -242,13 +242,12 @@ class LoadPlanner(DefaultLoadPlanner):
         # set_up_planner is not called: it would look through the targets for those without memory.
         self.state_dict, self.metadata = targets, metadata
         self._path = path
-        self.loaded: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Keep a value that is not a tensor; refuse classes that torch does not consider safe."""
         name = read_item.dest_index.fqn
         try:
-            self.loaded[name] = torch.load(value, weights_only=True, map_location="cpu")
+            self.state_dict[name] = torch.load(value, weights_only=True, map_location="cpu")
         except Exception as error:
             msg = (
                 f"{self._path}: entry {name!r} is not loaded: {why_refused(error)}. If you trust "
@@ -309,7 +308,7 @@ class DistributedCheckpoint(Source):
         for target in targets.values():
             if isinstance(target, ShardedTensor):
                 target.spec.annotate_sharding(target.local_piece)
-        return {**targets, **planner.loaded}
+        return planner.state_dict
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` from `start` on; the whole tensor is read, even for a part of it."""

@@ -23,6 +23,7 @@ from torch.futures import Future
 from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import map_leaves
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import FileStream, not_reported, raw_bytes, tensor_frame
 from shardkit.checkpoint._dcp.manifest import (
@@ -103,17 +104,21 @@ def _alone(leaf: Any) -> Any:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Makes the state while the ranks agree about the plan; an error there is one of all ranks."""
+    """Makes the state while the ranks agree about the plan; an error there is one of all ranks.
+
+    The writer's manifest gets what is known then: the layout, the stages and the keys.
+    """
 
     def __init__(
-        self, collect: Callable[[], dict[str, Any]], expect: Callable[[int], None]
+        self,
+        collect: Callable[[], dict[str, Any]],
+        expect: Callable[[int], None],
+        writer: CheckpointWriter,
     ) -> None:
         super().__init__()
         self._collect = collect
         self._expect = expect
-        self._own_names: dict[str, str] = {}
-        self.stages: list[list[str]] = []
-        self.keys: dict[str, list[tuple[int, Key]]] = {}
+        self._writer = writer
 
     def set_up_planner(
         self,
@@ -123,6 +128,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """Make the state; the one that DCP passes is empty."""
         state = {**state_dict, **self._collect()}
+        self._writer.layout = _layout_of(state.get("model", {}))
         super().set_up_planner(state, storage_meta, is_coordinator)
         # DCP has made strings of all keys.
         paths: Any = self.mappings
@@ -135,31 +141,31 @@ class SavePlanner(DefaultSavePlanner):
         """
         models = dict.fromkeys(map(_entries_of_model, all_plans))
         if len(models) > 1:
-            self.stages[:] = map(sorted, models)
+            self._writer.stages = [sorted(each) for each in models]
         renamed, own_names = _with_groups_of_all_stages(all_plans)
-        self.keys.update(_keys_of(renamed))
-        plans, metadata = super().create_global_plan(
-            _without_copies([_with_keys_of_dcp(plan) for plan in renamed])
-        )
+        plans, metadata = super().create_global_plan(_without_copies(renamed))
+        # DCP keeps strings and positions only, so the manifest has the other keys.
+        paths: dict[str, Any] = metadata.planner_data
+        others = {
+            name: [(place, key) for place, key in enumerate(path) if not _is_of_dcp(key)]
+            for name, path in paths.items()
+        }
+        self._writer.keys = {name: keys for name, keys in others.items() if keys}
+        for name in self._writer.keys:
+            paths[name] = tuple(key if _is_of_dcp(key) else str(key) for key in paths[name])
         return [
             replace(plan, planner_data=names) for plan, names in zip(plans, own_names, strict=True)
         ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Count the bytes of this rank's part."""
-        self._own_names = new_plan.planner_data
+        """Take over new names of parts of the state, and count the bytes of this rank's part."""
+        own_names: dict[str, str] = new_plan.planner_data
+        self.state_dict |= {new: self.state_dict[own] for new, own in own_names.items()}
         plan = super().finish_plan(new_plan)
         for item in plan.items:
             if item.tensor_data is not None:
                 self._expect(_nbytes(item))
         return plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a part of this rank's state, whose name in the checkpoint may differ."""
-        name = self._own_names.get(index.fqn)
-        if name is not None:
-            index = replace(index, fqn=name)
-        return super().lookup_object(index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
         """Return what is written to the file."""
@@ -168,6 +174,25 @@ class SavePlanner(DefaultSavePlanner):
         if write_item.type is _BYTES:
             return io.BytesIO(_dumped(f"entry {write_item.index.fqn!r}", object))
         return super().transform_object(write_item, object)
+
+
+def _layout_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe how a model's parameters are spread over ranks, for people who read the manifest."""
+    meshes: list[dict[str, Any]] = []
+    params: dict[str, int] = {}
+    for name, param in model.items():
+        if isinstance(param, ShardedTensor):
+            mesh = param.spec.mesh
+            described = {
+                "device_type": mesh.device_type,
+                "shape": list(mesh.shape),
+                "axes": list(mesh.mesh_dim_names or ()),
+                "ranks": list(mesh.ranks),
+            }
+            if described not in meshes:
+                meshes.append(described)
+            params[name] = meshes.index(described)
+    return {"meshes": meshes, "mesh_of": params}
 
 
 def _saved_path(path: Keys, state: Any) -> Any:
@@ -186,24 +211,6 @@ def _saved_path(path: Keys, state: Any) -> Any:
 
 def _is_of_dcp(key: Key) -> bool:
     return type(key) in (str, int)
-
-
-def _keys_of(plans: Sequence[SavePlan]) -> dict[str, list[tuple[int, Key]]]:
-    """Return the keys that DCP does not keep, by entry, each with its position in the path."""
-    paths = itertools.chain(*(plan.planner_data.items() for plan in plans))
-    return {
-        name: [(position, key) for position, key in enumerate(path) if not _is_of_dcp(key)]
-        for name, path in paths
-        if not all(map(_is_of_dcp, path))
-    }
-
-
-def _with_keys_of_dcp(plan: SavePlan) -> SavePlan:
-    paths = {
-        name: tuple(key if _is_of_dcp(key) else str(key) for key in path)
-        for name, path in plan.planner_data.items()
-    }
-    return replace(plan, planner_data=paths)
 
 
 def _entries_of_model(plan: SavePlan) -> frozenset[str]:
@@ -229,14 +236,11 @@ def _with_groups_of_all_stages(
             firsts[of_model] = num_groups
             num_groups += max(numbers, default=-1) + 1
         first = firsts[of_model]
-        if not first:
-            renamed.append(plan)
-            own_names.append({})
-            continue
+        # The groups of the first model keep their names.
         moved = {
             name: (*_GROUPS, int(path[2]) + first, *path[3:])
             for name, path in paths.items()
-            if path[:2] == _GROUPS
+            if first and path[:2] == _GROUPS
         }
         new_names = {name: join_keys(path) for name, path in moved.items()}
         items = [

@@ -194,6 +194,17 @@ def key_of_number(value: Any) -> Key:
     return key
 
 
+def check_saved_dtype(dtype: object) -> None:
+    """Refuse a dtype that cannot hold parameters; None keeps their own dtype."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return
+    msg = (
+        f"dtype must be a floating-point dtype such as torch.bfloat16, or None for that of each "
+        f"tensor, got {dtype!r}. It is of floating-point tensors only; others keep theirs."
+    )
+    raise CheckpointError(msg)
+
+
 def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
     """Return what is saved of a tensor: a floating-point one gets `dtype`, unless that is None."""
     keep = dtype is None or not info.dtype.is_floating_point
@@ -268,17 +279,6 @@ class TensorWriter:
                 os.pwrite(self._fd, struct.pack("<I", extent.crc), place)
         os.fsync(self._fd)
         self.close()
-
-
-def check_saved_dtype(dtype: object) -> None:
-    """Refuse a dtype that cannot hold parameters; None keeps their own dtype."""
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return
-    msg = (
-        f"dtype must be a floating-point dtype such as torch.bfloat16, or None for that of each "
-        f"tensor, got {dtype!r}. It is of floating-point tensors only; others keep theirs."
-    )
-    raise CheckpointError(msg)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -378,13 +378,12 @@ If it is alive after all, its save fails, and the old checkpoint keeps its name.
 
 _NAME_MAX = 255
 _OWNER_MAX = 64  # Length of the owner in a name, without its host.
-_OWNED = re.compile(
-    r"\.(?P<name>.+)"
-    r"\.(?P<host>[\w-]*)-(?P<pid>\d+)-(?P<place>[0-9a-f]{8})-(?P<start>\d+)-[0-9a-f]{8}"
+# Names without an owner: earlier releases of shardkit made them.
+_ASIDE = re.compile(
+    r"\.(?P<name>.+?)"
+    r"(?:\.(?P<host>[\w-]*)-(?P<pid>\d+)-(?P<place>[0-9a-f]{8})-(?P<start>\d+)-[0-9a-f]{8})?"
     r"(?P<kind>\.incomplete|\.replaced|\.deleted)"
 )
-# Names without an owner: earlier releases of shardkit made them.
-_OWNERLESS = re.compile(r"\.(?P<name>.+)(?P<kind>\.incomplete|\.replaced|\.deleted)")
 
 
 @dataclass(frozen=True)
@@ -443,12 +442,12 @@ def new_aside(path: Path, kind: str) -> Path:
 
 def parse_aside(path: Path) -> Aside | None:
     """Return the parts of a temporary name; None if it is another name."""
-    if (found := _OWNED.fullmatch(path.name)) is not None:
-        owner = Owner(found["host"], int(found["pid"]), found["place"], found["start"])
-        return Aside(path, found["name"], found["kind"], owner)
-    if (found := _OWNERLESS.fullmatch(path.name)) is not None:
-        return Aside(path, found["name"], found["kind"], None)
-    return None
+    found = _ASIDE.fullmatch(path.name)
+    if found is None:
+        return None
+    parts = found.group("host", "pid", "place", "start")
+    owner = Owner(parts[0], int(parts[1]), *parts[2:]) if parts[1] else None
+    return Aside(path, found["name"], found["kind"], owner)
 
 
 def asides_in(directory: Path) -> Iterator[Aside]:

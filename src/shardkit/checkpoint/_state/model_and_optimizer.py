@@ -30,7 +30,6 @@ from shardkit.checkpoint._state.names import (
     as_optimizers,
     device_of,
     names_in_groups,
-    names_of_parameters,
     plain_name,
     split_at_name,
 )
@@ -56,12 +55,10 @@ def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
     The tensors are the optimizers' own. No optimizer is stepped for this.
     """
-    names = names_of_parameters(model)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
-    for optimizer in as_optimizers(optimizers):
-        in_groups = [[aliases[0] for aliases in g] for g in names_in_groups(names, optimizer)]
-        flat = list(chain.from_iterable(in_groups))
+    for optimizer, in_groups in names_in_groups(model, optimizers):
+        flat = [aliases[0] for aliases in chain(*in_groups)]
         numbered = optimizer.state_dict()
         for key in numbered["state"]:
             if type(key) is not int or not 0 <= key < len(flat):
@@ -74,7 +71,7 @@ def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
                 raise CheckpointError(msg)
         state.update({flat[number]: values for number, values in numbered["state"].items()})
         for group, members in zip(numbered["param_groups"], in_groups, strict=True):
-            groups.append({**group, "params": members})
+            groups.append({**group, "params": [aliases[0] for aliases in members]})
     return {"state": state, "param_groups": groups}
 
 
@@ -82,11 +79,8 @@ def parameters_by_name(
     model: nn.Module, optimizers: Optimizers
 ) -> Iterator[tuple[list[str], nn.Parameter]]:
     """Yield the names of each parameter that an optimizer steps, and the parameter."""
-    names = names_of_parameters(model)
-    for optimizer in as_optimizers(optimizers):
-        for group, aliases in zip(
-            optimizer.param_groups, names_in_groups(names, optimizer), strict=True
-        ):
+    for optimizer, in_groups in names_in_groups(model, optimizers):
+        for group, aliases in zip(optimizer.param_groups, in_groups, strict=True):
             yield from zip(aliases, group["params"], strict=True)
 
 
@@ -104,20 +98,22 @@ def optimizer_template(
     model: nn.Module,
     optimizers: Optimizers,
     saved: Mapping[str, Mapping[str, TensorInfo | None]],
-    rooms: Mapping[str, Mapping[str, Tensor]] | None = None,
+    present: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return tensors to load a saved optimizer state into, without stepping the optimizers.
 
-    Entries are those of `rooms`, where there are any. Otherwise an entry of the parameter's shape
-    is sharded like the parameter, contiguous with the entries of its bucket; other entries are
-    plain tensors on the host. The entry is None for a value that is no tensor.
+    Sharded tensors of the `present` state are used if they fit. Otherwise an entry of the
+    parameter's shape is sharded like the parameter, contiguous with the entries of its bucket;
+    other entries are plain tensors on the host. The entry is None for a value that is no tensor.
     """
     state: dict[str, dict[str, Any]] = {}
     for name, param in saved_parameters(model, optimizers, saved):
-        entries: dict[str, Any] = {**rooms[name]} if rooms is not None else {}
-        state[name] = entries
+        own = (present or {}).get(name, {})
+        state[name] = entries = {key: own.get(key) for key in saved[name]}
         for key, info in saved[name].items():
-            if key not in entries:
+            room: Any = entries[key]
+            is_room = isinstance(room, ShardedTensor) and not room.is_meta
+            if not is_room or TensorInfo.of(room) != info:
                 entries[key] = None if info is None else room_for(param, key, info, saved)
     return {"state": state, "param_groups": named_state(model, optimizers)["param_groups"]}
 
@@ -145,13 +141,13 @@ def _is_like_parameter(
     """
     if info.shape or key in STATE_NUMBERS:
         return bool(info.shape)
-    all_keys = [other for entries in saved.values() for other in entries.values()]
-    same_key = [entries[key] for entries in saved.values() if key in entries]
-    return _has_dims(same_key) or not _has_dims(all_keys)
-
-
-def _has_dims(infos: Iterable[TensorInfo | None]) -> bool:
-    return any(info is not None and info.shape for info in infos)
+    with_dims = {
+        each
+        for entries in saved.values()
+        for each, found in entries.items()
+        if found is not None and found.shape
+    }
+    return key in with_dims or not with_dims
 
 
 def put_optimizer_state(
@@ -163,20 +159,28 @@ def put_optimizer_state(
     lists the group's parameters; options that were not saved stay as they are. An error changes
     nothing.
     """
-    loads = list(numbered_states(model, optimizers, state, strict=strict))
-    for optimizer, numbered_state in loads:
+    known = set(state["state"]).union(*(group["params"] for group in state["param_groups"]))
+    missing = [
+        aliases[0]
+        for aliases, _ in parameters_by_name(model, optimizers)
+        if not known.intersection(aliases)
+    ]
+    if missing and strict:
+        msg = (
+            f"the state has nothing of {len(missing)} of the optimizer's parameters: "
+            f"{listed(missing)}. Load a state that was saved with them, or pass "
+            f"strict=False to let these begin anew."
+        )
+        raise CheckpointError(msg)
+    for optimizer, numbered_state in list(numbered_states(model, optimizers, state)):
         optimizer.load_state_dict(numbered_state)
 
 
 def numbered_states(
-    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], *, strict: bool = False
+    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any]
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
     """Yield each optimizer, and its part of a state by names, for its ``load_state_dict``."""
-    names = names_of_parameters(model)
-    for optimizer in as_optimizers(optimizers):
-        in_groups = names_in_groups(names, optimizer)
-        if strict:
-            _check_names(in_groups, state)
+    for optimizer, in_groups in names_in_groups(model, optimizers):
         numbered: dict[int, Any] = {}
         for number, aliases in enumerate(chain(*in_groups)):
             entry = next((state["state"][a] for a in aliases if a in state["state"]), None)
@@ -188,23 +192,6 @@ def numbered_states(
             for index, (group, members) in enumerate(pairs)
         ]
         yield optimizer, {"state": numbered, "param_groups": groups}
-
-
-def _check_names(in_groups: Sequence[Sequence[Sequence[str]]], state: Mapping[str, Any]) -> None:
-    known = set(state["state"]).union(*(group["params"] for group in state["param_groups"]))
-    missing = [
-        aliases[0]
-        for members in in_groups
-        for aliases in members
-        if not known.intersection(aliases)
-    ]
-    if missing:
-        msg = (
-            f"the state has nothing of {len(missing)} of the optimizer's parameters: "
-            f"{listed(missing)}. Load a state that was saved with them, or pass "
-            f"strict=False to let these begin anew."
-        )
-        raise CheckpointError(msg)
 
 
 def _options(
@@ -464,7 +451,12 @@ def _checked_model(
         found: Mapping[str, Any] = sent.infos
     else:
         found = _by_names_of(model, given)
-    changed = () if sent is not None else _prefixes_of_own_ways(model)
+    # Prefixes of names whose values other code may change while they are loaded.
+    changed = tuple(
+        f"{name}." if name else ""
+        for name, module in model.named_modules(remove_duplicate=False)
+        if sent is None and torch_modules.loads_its_own_way(module)
+    )
     for name, value in found.items():
         target = by_name.get(name)
         if not isinstance(target, ShardedTensor) or not isinstance(value, Tensor | TensorInfo):
@@ -490,16 +482,6 @@ def _checked_model(
         return model.load_state_dict(state, strict=options.strict, assign=is_meta)  # type: ignore[no-any-return]
 
     return load
-
-
-def _prefixes_of_own_ways(model: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of names whose values other code may change while they are loaded."""
-    modules = model.named_modules(remove_duplicate=False)
-    return tuple(
-        f"{name}." if name else ""
-        for name, module in modules
-        if torch_modules.loads_its_own_way(module)
-    )
 
 
 def set_optimizer_state_dict(
@@ -824,7 +806,7 @@ def _by_names(
     """Return a state by names that was keyed by numbers."""
     by_id: dict[int, str] = dict(enumerate(names)) if names is not None else {}
     if names is None:
-        own = names_in_groups(names_of_parameters(model), *as_optimizers(optimizer))
+        ((_, own),) = names_in_groups(model, optimizer)
         saved = [list(group["params"]) for group in state["param_groups"]]
         if list(map(len, own)) != list(map(len, saved)):
             msg = (

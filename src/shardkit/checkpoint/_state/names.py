@@ -18,7 +18,7 @@ from shardkit._params.bucket import bucket_showing
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from shardkit._mesh import DeviceMesh
 
@@ -68,19 +68,22 @@ def as_optimizers(
 
 
 def names_in_groups(
-    names: dict[nn.Parameter, list[str]], optimizer: torch.optim.Optimizer
-) -> list[list[list[str]]]:
-    """Return the names of each parameter of each group of an optimizer."""
-    for i, group in enumerate(optimizer.param_groups):
-        for j, param in enumerate(group["params"]):
-            if param not in names:
-                msg = (
-                    f"parameter {j} of group {i} of the optimizer, of shape {tuple(param.shape)}, "
-                    f"is not in the model: its state has no name to be saved or loaded by. Pass "
-                    f"the model that holds all of the optimizer's parameters."
-                )
-                raise CheckpointError(msg)
-    return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+) -> Iterator[tuple[torch.optim.Optimizer, list[list[list[str]]]]]:
+    """Yield each optimizer, and the names of each parameter of each of its groups."""
+    names = names_of_parameters(model)
+    for optimizer in as_optimizers(optimizers):
+        for i, group in enumerate(optimizer.param_groups):
+            for j, param in enumerate(group["params"]):
+                if param not in names:
+                    msg = (
+                        f"parameter {j} of group {i} of the optimizer, of shape "
+                        f"{tuple(param.shape)}, is not in the model: its state has no name to be "
+                        f"saved or loaded by. Pass the model that holds all of the optimizer's "
+                        f"parameters."
+                    )
+                    raise CheckpointError(msg)
+        yield optimizer, [[names[param] for param in g["params"]] for g in optimizer.param_groups]
 
 
 def split_at_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]] | None:

@@ -9,15 +9,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
+import struct
 import sys
 import weakref
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
+from torch import Tensor
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import NotOfKindError, byte_size, listed
+from shardkit._tree import iter_tensors
 from shardkit.checkpoint._files.disk import (
     INCOMPLETE,
     Extent,
@@ -31,14 +39,302 @@ from shardkit.checkpoint._files.disk import (
     open_regular,
     read_at,
     read_index,
+    without_memory,
     write_synced,
 )
-from shardkit.checkpoint._files.torch_zip import TorchFile, torch_writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
-    from torch import Tensor
+
+# --- torch ----------------------------------------------------------------------------------------
+#
+# A file of torch.save is a zip archive: a pickle, then one uncompressed entry for each storage, in
+# the order in which the pickle meets them. To write a file whose tensors are not in memory, torch
+# first writes it with holes for the storages (`torch.serialization.skip_data`). The bytes and their
+# checksums are then written into the holes as they arrive.
+
+_NESTED_KEYS = ("model", "state_dict", "model_state_dict", "module")
+"""Where training scripts put the model's state dict."""
+
+
+class _OpenFile(Source):
+    """One file to read from, open until nothing refers to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.infos, self.tied = {}, {}
+        self.others: dict[str, Any] = {}
+        self._fd = open_regular(path)
+        self.close = weakref.finalize(self, os.close, self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _ZipEntry:
+    """Where a tensor lies in a file."""
+
+    offset: int  # Offset of its first element, in bytes.
+    strides: tuple[int, ...] | None  # Strides in elements; None: contiguous.
+    is_conj: bool  # The file holds the conjugates of the values.
+    is_neg: bool  # The file holds the negatives of the values.
+
+
+class TorchFile(_OpenFile):
+    """A saved state dict to read from: under a key, under a usual name, or alone in a file.
+
+    It is loaded once with ``weights_only=True, mmap=True``, to learn where each tensor lies. This
+    executes nothing and reads no tensor. Then the mapping is dropped: its pages would count as
+    memory of this process once they are read, and stay until Python collects the leftovers of
+    torch.load. `beside` holds the entries beside the state dict.
+    """
+
+    def __init__(self, path: Path, key: str | None = None) -> None:
+        super().__init__(path)
+        self._key = key
+        entries, self.beside = self._find(_load(path))
+        unnamed = [n for n, v in entries.items() if isinstance(v, Tensor) and type(n) is not str]
+        if unnamed:
+            msg = f"{path} has tensors under {unnamed[0]!r}, which is no name. Save a state dict."
+            raise CheckpointError(msg)
+        tensors = {name: v.detach() for name, v in entries.items() if isinstance(v, Tensor)}
+        self.others = {n: v for n, v in entries.items() if n not in tensors}
+        self.infos = {name: self._describe(name, v) for name, v in tensors.items()}
+        self._places = self._locate(tensors)
+        first: dict[tuple[_ZipEntry, TensorInfo], str] = {}
+        for name, place in self._places.items():
+            of = first.setdefault((place, self.infos[name]), name)
+            if of != name:
+                self.tied[name] = of
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on; of a tensor that is not contiguous, whole rows are read."""
+        if out.numel() == 0:
+            return
+        place, info = self._places[name], self.infos[name]
+        if place.strides is None:
+            read_at(self._fd, place.offset + start * out.itemsize, out, self.path)
+        else:
+            row_numel, stop = math.prod(info.shape[1:]), start + out.numel()
+            first, last = start // row_numel, -(-stop // row_numel)
+            shape = (last - first, *info.shape[1:])
+            span = 1 + sum((n - 1) * s for n, s in zip(shape, place.strides, strict=True))
+            memory = torch.empty(span, dtype=info.dtype)
+            read_at(
+                self._fd, place.offset + first * place.strides[0] * out.itemsize, memory, self.path
+            )
+            rows = memory.as_strided(shape, place.strides).reshape(-1)
+            out.copy_(rows[start - first * row_numel : stop - first * row_numel])
+        if place.is_conj:
+            out.copy_(out.conj_physical())
+        if place.is_neg:
+            out.neg_()
+
+    def _locate(self, tensors: Mapping[str, Tensor]) -> dict[str, _ZipEntry]:
+        """Return where the mapped tensors lie in the file, from the system's list of mappings."""
+        inode = os.fstat(self._fd).st_ino
+        mapped = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, _, offset, _, number, *_ = line.split()
+            if int(number) == inode:
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                mapped.append((begin, end, int(offset, 16)))
+        places = {}
+        for name, tensor in tensors.items():
+            if tensor.numel() == 0:
+                continue
+            address = tensor.data_ptr()
+            found = [address - b + offset for b, e, offset in mapped if b <= address < e]
+            if not found:
+                msg = f"{self.path} was replaced while it was opened. Read it again."
+                raise CheckpointError(msg)
+            strides = None if tensor.is_contiguous() else tensor.stride()
+            places[name] = _ZipEntry(found[0], strides, tensor.is_conj(), tensor.is_neg())
+        return places
+
+    def _find(self, loaded: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        if not isinstance(loaded, Mapping):
+            msg = f"{self.path} holds a {type(loaded).__name__}, not a state dict. Save that."
+            raise CheckpointError(msg)
+        key = self._key
+        if key is None and not _has_tensors(loaded):
+            found = [k for k in _NESTED_KEYS if _has_tensors(loaded.get(k))]
+            if len(found) != 1:
+                msg = (
+                    f"{self.path} holds no tensors by name, but {_listed(loaded)}"
+                    f"{f', of which {found} may all be meant' if found else ''}. Save the "
+                    f"model's state dict alone, or under the key 'model'."
+                )
+                raise CheckpointError(msg)
+            key = found[0]
+        if key is None:
+            return loaded, {}
+        if not isinstance(loaded.get(key), Mapping):
+            msg = f"{self.path} has no state dict under {key!r}, only {_listed(loaded)}."
+            raise CheckpointError(msg)
+        return loaded[key], {k: v for k, v in loaded.items() if k != key}
+
+    def _describe(self, name: str, tensor: Tensor) -> TensorInfo:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            msg = (
+                f"{self.path}: {name!r} is a sparse, quantized or meta tensor, which has no plain "
+                f"elements to read. Save it as a dense one."
+            )
+            raise CheckpointError(msg)
+        return TensorInfo.of(tensor)
+
+
+def _load(path: Path) -> Any:
+    try:
+        _check_byte_order(path)
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (MeshError, ShardedTensorError) as error:
+        raise _sharded_error(path) from error
+    except pickle.UnpicklingError as error:
+        msg = (
+            f"{path} holds more than tensors and plain values, or is not a file of torch.save, and "
+            f"is not read since that could execute what it says: {error}"
+        )
+        raise CheckpointError(msg) from error
+    except Exception as error:
+        msg = (
+            f"{path} cannot be read as a file of torch.save: {error}. It may be truncated, or of "
+            f"a torch before 1.6: then load and save it once by a newer one."
+        )
+        raise CheckpointError(msg) from error
+    # Loading succeeds if this process has a mesh of the same shape, even for another purpose.
+    if _has_sharded_tensors(loaded):
+        raise _sharded_error(path)
+    return loaded
+
+
+def _has_sharded_tensors(loaded: Any) -> bool:
+    waiting, seen = [loaded], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, ShardedTensor):
+            return True
+        # Each value once: values that are shared at many levels would be visited far too often.
+        if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, Mapping) else value
+    return False
+
+
+def _sharded_error(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds sharded tensors, as torch.save of a sharded model's state_dict() writes "
+        f"them: only as many processes as wrote it can load it. Load it there, and write whole "
+        f"tensors by shardkit.checkpoint.save_full, or local files by local_state_dict."
+    )
+
+
+def _check_byte_order(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+            msg = "it is compressed, which torch.save never does"
+            raise ValueError(msg)
+        orders = [name for name in archive.namelist() if name.endswith("/byteorder")]
+        if orders and archive.read(orders[0]).decode() != sys.byteorder:
+            msg = "it was written on a machine of another byte order"
+            raise ValueError(msg)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values())
+
+
+def _listed(loaded: Mapping[str, Any]) -> str:
+    shown = listed(loaded, lambda key: f"{key!r} ({type(loaded[key]).__name__})")
+    return shown or "nothing"
+
+
+_QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def torch_writer(
+    path: Path,
+    infos: Mapping[str, TensorInfo],
+    arrange: Callable[[dict[str, Tensor]], Any],
+) -> TensorWriter:
+    """Open a file to write tensor by tensor; `arrange` makes its content of empty tensors.
+
+    Other tensors in this content are written at once.
+
+    Cost: writes of a header's size, and of these others. Takes address space for the tensors, but
+    no memory.
+    """
+    for name, info in infos.items():
+        if info.dtype in _QUANTIZED:
+            msg = f"{name!r} has dtype {info.dtype}, which is no dtype of plain elements."
+            raise CheckpointError(msg)
+    path.open("wb").close()  # torch's error would not name the file.
+    empties = {name: without_memory(info) for name, info in infos.items()}
+    tree = arrange(empties)
+    with torch.serialization.skip_data():
+        torch.save(tree, path)
+    # In pickle's order: each storage when pickle meets it for the first time.
+    found = iter_tensors(tree, depth=0)
+    storages = {_storage_address(tensor): tensor.untyped_storage() for tensor in found}
+    with path.open("rb") as file:
+        entries = dict(zip(storages, storage_entries(file), strict=True))
+    places: dict[str | int, Extent] = {
+        name: entries.pop(_storage_address(empty)) for name, empty in empties.items()
+    }
+    assert all(places[name].nbytes == info.nbytes for name, info in infos.items())
+    writer = TensorWriter(os.open(path, os.O_RDWR | os.O_CLOEXEC), places | entries)
+    for address in entries:
+        flat = torch.empty(0, dtype=torch.uint8, device=storages[address].device)
+        writer.append(address, flat.set_(storages[address]).cpu())
+    return writer
+
+
+def _storage_address(tensor: Tensor) -> int:
+    """Return what distinguishes a storage from others, also from other empty ones."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or -id(tensor)
+
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # ..., lengths of name and extra field
+_DIRECTORY_ENTRY = struct.Struct("<4s12xI8xHHH12x")  # ..., crc, lengths of name, extra, comment
+_DIRECTORY_CRC = 16
+_DESCRIPTOR_CRC = 4
+_LOCAL_CRC = 14
+_HAS_DESCRIPTOR = 0x8
+
+
+def storage_entries(file: IO[bytes]) -> list[Extent]:
+    """Return the entries of storages in an archive of torch.save, in their order.
+
+    Python's zipfile knows where entries begin, but not where their checksums are.
+
+    Raises:
+        ValueError: A storage is compressed, which torch.save never does.
+    """
+    found: dict[int, Extent] = {}
+    with zipfile.ZipFile(file) as archive:
+        place = archive.start_dir
+        for item in archive.infolist():
+            file.seek(place)
+            magic, _, *lengths = _DIRECTORY_ENTRY.unpack(file.read(_DIRECTORY_ENTRY.size))
+            assert magic == b"PK\1\2"
+            crc_places = [place + _DIRECTORY_CRC]
+            place += _DIRECTORY_ENTRY.size + sum(lengths)
+            _, folder, name = ("/" + item.filename).rsplit("/", 2)
+            if folder != "data" or not name.isdecimal():
+                continue
+            if item.compress_type != zipfile.ZIP_STORED:
+                msg = f"{item.filename} is compressed"
+                raise ValueError(msg)
+            file.seek(item.header_offset)
+            magic, *lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            assert magic == b"PK\3\4"
+            begin = item.header_offset + _LOCAL_HEADER.size + sum(lengths)
+            if not item.flag_bits & _HAS_DESCRIPTOR:
+                crc_places.append(item.header_offset + _LOCAL_CRC)
+            elif item.file_size:
+                crc_places.append(begin + item.file_size + _DESCRIPTOR_CRC)
+            found[int(name)] = Extent(begin, item.file_size, tuple(crc_places))
+    return [found[i] for i in range(len(found))]
 
 
 # --- safetensors ----------------------------------------------------------------------------------
@@ -72,19 +368,15 @@ _MAX_HEADER_NBYTES = 100_000_000
 _ALIGN_NBYTES = 8
 
 
-class SafetensorsFile(Source):
+class SafetensorsFile(_OpenFile):
     """A file to read from; only the requested ranges are read, and nothing is mapped."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tied, self.others = {}, {}
-        self._fd = open_regular(path)
-        self.close = weakref.finalize(self, os.close, self._fd)
+        super().__init__(path)
         header, begin = self._read_header()
         metadata = header.pop("__metadata__", None) or {}
         if not isinstance(metadata, dict):
             self._refuse(f"its __metadata__ is a {type(metadata).__name__}, not an object")
-        self.infos = {}
         self._offsets: dict[str, int] = {}
         room = os.fstat(self._fd).st_size - begin
         for name, entry in header.items():
@@ -221,7 +513,7 @@ class FullFile(Source):
         self.infos, self.tied = {}, {}
         self.others: dict[str, Any] = {}
         self.parts: dict[str, Path] = {}
-        self._files: dict[str, SafetensorsFile | TorchFile] = {}
+        self._files: dict[str, _OpenFile] = {}
         file = _find_in_directory(self.path) if self.path.is_dir() else self.path
         if not file.is_file():
             why = "is neither a file nor a directory" if file.exists() else "does not exist"
@@ -246,14 +538,13 @@ class FullFile(Source):
         """Return the file that holds a tensor."""
         return [{"file": self.parts[name].name}]
 
-    def _add(self, file: SafetensorsFile | TorchFile, names: Iterable[str]) -> None:
+    def _add(self, file: _OpenFile, names: Iterable[str]) -> None:
         for name in names:
             self.infos[name] = file.infos[name]
             self.parts[name] = file.path
             self._files[name] = file
         self.tied.update(file.tied)
-        if isinstance(file, TorchFile):
-            self.others.update(file.others)
+        self.others.update(file.others)
 
     def _add_index(self, index: Path) -> None:
         try:
@@ -281,7 +572,7 @@ class FullFile(Source):
             self._add(file, names)
 
 
-def _open(path: Path) -> SafetensorsFile | TorchFile:
+def _open(path: Path) -> _OpenFile:
     return SafetensorsFile(path) if path.suffix == _SUFFIX else TorchFile(path)
 
 
@@ -317,11 +608,12 @@ class FullWriter:
     libraries expect.
 
     Names in `tied` belong to tensors that repeat another one; they are not written themselves. A
-    torch file holds them as tied, a safetensors file holds that other tensor only. `arrange` gets
-    the tensors of one torch file by name, still empty, and returns the content of the file.
+    torch file holds them as tied, a safetensors file holds that other
+    tensor only. One torch file may also have `others`, which are no tensors. `arrange` gets these
+    and the tensors, still empty, by name, and returns the content of that file.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the content, and how it is written
         self,
         path: str | os.PathLike[str],
         infos: Mapping[str, TensorInfo],
@@ -329,9 +621,11 @@ class FullWriter:
         format: Format,  # noqa: A002 - as in the public functions
         max_shard_size: int | str | None = None,
         tied: Mapping[str, str] | None = None,
-        arrange: Callable[[dict[str, Tensor]], Any] | None = None,
+        others: Mapping[str, Any] | None = None,
+        arrange: Callable[[dict[str, Any]], Any] = dict,
     ) -> None:
         self.path = Path(path)
+        self._others = dict(others or {})
         self._order = list(infos)
         self._tied = dict(tied or {})
         self._infos = {name: info for name, info in infos.items() if name not in self._tied}
@@ -344,6 +638,12 @@ class FullWriter:
             raise CheckpointError(msg)
         if self.path.suffix in _FOREIGN_SUFFIXES[format]:
             msg = f"{self.path} has a suffix that does not fit format={format!r}. Change either."
+            raise CheckpointError(msg)
+        if self._others and (format != "torch" or max_shard_size is not None):
+            msg = (
+                f"there are entries that are no tensors ({listed(self._others, str)}), which "
+                f"{self.path} cannot hold: use format='torch' without max_shard_size."
+            )
             raise CheckpointError(msg)
         self._is_directory = max_shard_size is not None or (
             format == "safetensors" and self.path.suffix != _SUFFIX
@@ -398,12 +698,11 @@ class FullWriter:
         shards: list[list[str]] = [[]]
         size = 0
         for name, info in self._infos.items():
-            nbytes = info.nbytes
-            if shards[-1] and size + nbytes > limit:
+            if shards[-1] and size + info.nbytes > limit:
                 shards.append([])
                 size = 0
             shards[-1].append(name)
-            size += nbytes
+            size += info.nbytes
         stem, suffix = _STEMS[self._format]
         if len(shards) == 1:
             return {self.path / f"{stem}{suffix}": shards[0]}
@@ -427,7 +726,7 @@ class FullWriter:
         def arrange(empties: dict[str, Tensor]) -> Any:
             places = {name: tied.get(name, name) for name in self._order}
             tensors = {name: empties[of] for name, of in places.items() if of in empties}
-            return self._arrange(tensors) if self._arrange is not None else tensors
+            return tensors if self._is_directory else self._arrange({**tensors, **self._others})
 
         return torch_writer(path, infos, arrange)
 
