@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import socket
@@ -116,31 +115,23 @@ def measure_links(
             for name, address in target.interfaces.items()
             if address != target.address and not name.startswith(_VIRTUAL)
         ]
-    return [_measure(machine, own, target, each, timeout_s=timeout_s) for each in addresses]
-
-
-def _measure(
-    machine: Machine, own: RankFacts, target: RankFacts, address: str, *, timeout_s: float
-) -> Link:
-    is_primary = address == target.address
-    names = [name for name, found in target.interfaces.items() if found == address]
-    link = functools.partial(
-        Link,
-        source=own.rank,
-        target=target.rank,
-        interface=names[0] if names else "?",
-        address=address,
-        is_primary=is_primary,
-    )
-    try:
-        with machine.connect(address, target.port, timeout_s) as connection:
-            connection.settimeout(timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            latency_s, offset_s = _ask_clock(machine, connection)
-            bytes_per_s = _send(connection) if is_primary else None
-    except OSError as error:
-        return link(error=str(error) or type(error).__name__)
-    return link(latency_s=latency_s, bytes_per_s=bytes_per_s, clock_offset_s=offset_s)
+    found = []
+    for address in addresses:
+        names = (name for name, each in target.interfaces.items() if each == address)
+        place: dict[str, Any] = {"source": own.rank, "target": target.rank, "address": address}
+        place |= {"interface": next(names, "?"), "is_primary": address == target.address}
+        try:
+            with machine.connect(address, target.port, timeout_s) as connection:
+                connection.settimeout(timeout_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                latency_s, offset_s = _ask_clock(machine, connection)
+                rate = _send(connection) if place["is_primary"] else None
+        except OSError as error:
+            link = Link(**place, error=str(error) or type(error).__name__)
+        else:
+            link = Link(**place, latency_s=latency_s, bytes_per_s=rate, clock_offset_s=offset_s)
+        found.append(link)
+    return found
 
 
 def _ask_clock(machine: Machine, connection: socket.socket) -> tuple[float, float]:
@@ -148,16 +139,14 @@ def _ask_clock(machine: Machine, connection: socket.socket) -> tuple[float, floa
 
     Source: F. Cristian, Probabilistic clock synchronization, 1989.
     """
-    best: tuple[float, float] | None = None
+    found = []
     for _ in range(_ROUNDS):
         before, start = machine.clock(), time.perf_counter()
         connection.sendall(_CLOCK)
         (theirs,) = _ANSWER.unpack(_receive(connection, _ANSWER.size))
         taken_s = time.perf_counter() - start
-        found = (taken_s, theirs - before - taken_s / 2)
-        best = found if best is None or found < best else best
-    assert best is not None
-    return best
+        found.append((taken_s, theirs - before - taken_s / 2))
+    return min(found)
 
 
 def _send(connection: socket.socket) -> float:
