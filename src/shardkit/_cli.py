@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 import torch.distributed as dist  # noqa: TID251 - it asks the ranks of another process group
 import typer
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 import shardkit
 from shardkit._doctor.command import doctor_command
 from shardkit._errors import ShardkitError, StateError
-from shardkit._text import console_of_tables, shown_nbytes
+from shardkit._text import console_of_tables, shown_nbytes, table_of
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds
@@ -234,21 +233,12 @@ def inspect_command(
         "checksums" if found.has_checksums else "not all of it has checksums",
     ]
     console.print(Text(f"{source}: " + ", ".join(fact for fact in facts if fact)))
-    table = Table(box=None, pad_edge=False)
-    table.add_column("name", overflow="fold")
-    for column in ("shape", "dtype", "size"):
-        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
-    table.add_column("where", overflow="fold")
-    for entry in found.entries:
-        row = (
-            entry.name,
-            str(list(entry.shape)),
-            entry.dtype,
-            shown_nbytes(entry.nbytes),
-            _where(entry),
-        )
-        table.add_row(*map(Text, row))
-    console.print(table)
+    places = {"name": "fold", "shape": "right", "dtype": "left", "size": "right", "where": "fold"}
+    rows = [
+        (e.name, str(list(e.shape)), e.dtype, shown_nbytes(e.nbytes), _where(e))
+        for e in found.entries
+    ]
+    console.print(table_of(places, rows))
     if found.others:
         console.print(Text(f"no tensors: {', '.join(found.others)}"))
 

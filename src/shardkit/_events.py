@@ -45,7 +45,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 Kind = Literal[
     "pass",
@@ -98,6 +98,16 @@ class StepEvent(NamedTuple):
     opened: int
     end: float
     closed: int
+
+
+def edges_of(events: Iterable[StepEvent]) -> list[tuple[float, StepEvent, bool]]:
+    """Return positions of events, each with whether it is the beginning; instants have no end."""
+    edges: list[tuple[float, StepEvent, bool]] = []
+    for event in events:
+        edges.append((event.opened, event, True))
+        if event.closed > event.opened:
+            edges.append((event.closed, event, False))
+    return edges
 
 
 _Open = tuple["Kind", str, int, "Phase", int, str, int, float, int]

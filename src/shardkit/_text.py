@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rich.console import Console
+    from rich.table import Table
 
 # --- for people -----------------------------------------------------------------------------------
 
@@ -33,6 +34,28 @@ def console_of_tables() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def table_of(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table for `console_of_tables`.
+
+    Args:
+        columns: Place of the texts of each column by its title: ``left``, ``right``, or ``fold``,
+            where long texts continue on the next line.
+        rows: Texts of each row.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for title, place in columns.items():
+        if place == "fold":
+            table.add_column(title, overflow="fold")
+        else:
+            table.add_column(title, justify="right" if place == "right" else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def listed(items: Iterable[object], show: Callable[[Any], str] = repr) -> str:

@@ -43,7 +43,7 @@ from shardkit.backends.groups import engine_of
 from shardkit.backends.watch.runs import RunStore, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 # --- links ----------------------------------------------------------------------------------------
@@ -116,31 +116,23 @@ def measure_links(
             for name, address in target.interfaces.items()
             if address != target.address and not name.startswith(_VIRTUAL)
         ]
-    return [_measure(machine, own, target, each, timeout_s=timeout_s) for each in addresses]
-
-
-def _measure(
-    machine: Machine, own: RankFacts, target: RankFacts, address: str, *, timeout_s: float
-) -> Link:
-    is_primary = address == target.address
-    names = [name for name, found in target.interfaces.items() if found == address]
-    link = functools.partial(
-        Link,
-        source=own.rank,
-        target=target.rank,
-        interface=names[0] if names else "?",
-        address=address,
-        is_primary=is_primary,
-    )
-    try:
-        with machine.connect(address, target.port, timeout_s) as connection:
-            connection.settimeout(timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            latency_s, offset_s = _ask_clock(machine, connection)
-            bytes_per_s = _send(connection) if is_primary else None
-    except OSError as error:
-        return link(error=str(error) or type(error).__name__)
-    return link(latency_s=latency_s, bytes_per_s=bytes_per_s, clock_offset_s=offset_s)
+    found = []
+    for address in addresses:
+        names = (name for name, each in target.interfaces.items() if each == address)
+        place: dict[str, Any] = {"source": own.rank, "target": target.rank, "address": address}
+        place |= {"interface": next(names, "?"), "is_primary": address == target.address}
+        try:
+            with machine.connect(address, target.port, timeout_s) as connection:
+                connection.settimeout(timeout_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                latency_s, offset_s = _ask_clock(machine, connection)
+                rate = _send(connection) if place["is_primary"] else None
+        except OSError as error:
+            link = Link(**place, error=str(error) or type(error).__name__)
+        else:
+            link = Link(**place, latency_s=latency_s, bytes_per_s=rate, clock_offset_s=offset_s)
+        found.append(link)
+    return found
 
 
 def _ask_clock(machine: Machine, connection: socket.socket) -> tuple[float, float]:
@@ -148,16 +140,14 @@ def _ask_clock(machine: Machine, connection: socket.socket) -> tuple[float, floa
 
     Source: F. Cristian, Probabilistic clock synchronization, 1989.
     """
-    best: tuple[float, float] | None = None
+    found = []
     for _ in range(_ROUNDS):
         before, start = machine.clock(), time.perf_counter()
         connection.sendall(_CLOCK)
         (theirs,) = _ANSWER.unpack(_receive(connection, _ANSWER.size))
         taken_s = time.perf_counter() - start
-        found = (taken_s, theirs - before - taken_s / 2)
-        best = found if best is None or found < best else best
-    assert best is not None
-    return best
+        found.append((taken_s, theirs - before - taken_s / 2))
+    return min(found)
 
 
 def _send(connection: socket.socket) -> float:
@@ -304,34 +294,26 @@ class Session:
         try:
             own = facts_of(self._machine, self._place, answerer.port)
             self._put(_FIRST, dataclasses.asdict(own))
-            group = self._begin(own)
-            if group is None:
-                return self._result()
-            self.step = _LINKS
-            found = self._connect_all(own, group)
-            self._put(_LINKS, [*map(dataclasses.asdict, found)])
-            kind = self._agree_on_collectives(group)
-            if kind is not None:
-                self.step = _COLLECTIVES
-                self._time(kind)
+            known = self._from_rank_0("group", self._group, 2 * self._timeout_s)
+            if group := [RankFacts(**facts) for facts in json.loads(known)]:
+                self.step = _LINKS
+                self._put(_LINKS, [*map(dataclasses.asdict, self._connect_all(own, group))])
+                choose = functools.partial(self._device_type, group)
+                kind = self._from_rank_0("collectives", choose, 3 * self._timeout_s)
+                if kind:
+                    self.step = _COLLECTIVES
+                    self._time(kind)
             return self._result()
         finally:
             answerer.close()
 
     # --- steps ---
 
-    def _begin(self, own: RankFacts) -> list[RankFacts] | None:
-        """Wait for all ranks; return their facts, or None if not all ranks came."""
-        checkup = self.checkup
-        if self._place.rank == 0:
-            came = [*self._collect(_FIRST).values()]
-            checkup.ranks += [RankFacts(**facts) for facts in came]
-            group = [] if checkup.missing else came
-            self._store.set("group", json.dumps(group))
-        else:
-            # Rank 0 waits just as long for the others, and may have begun later.
-            group = json.loads(self._wait("group", 2 * self._timeout_s, own.host))
-        return [RankFacts(**facts) for facts in group] or None
+    def _group(self) -> str:
+        """Wait for all ranks; return their facts as JSON, or none if not all ranks came."""
+        came = [*self._collect(_FIRST).values()]
+        self.checkup.ranks += [RankFacts(**facts) for facts in came]
+        return json.dumps([] if self.checkup.missing else came)
 
     def _connect_all(self, own: RankFacts, group: list[RankFacts]) -> list[Link]:
         world_size, rank = self._place.world_size, self._place.rank
@@ -345,11 +327,8 @@ class Session:
             found += measure_links(self._machine, own, group[partner], timeout_s=timeout_s)
         return found
 
-    def _agree_on_collectives(self, group: list[RankFacts]) -> str | None:
-        """Return the device type for collectives; None: they would hang, or are not wanted."""
-        if self._place.rank != 0:
-            word = self._wait("collectives", 3 * self._timeout_s, group[self._place.rank].host)
-            return word.decode() or None
+    def _device_type(self, group: list[RankFacts]) -> str:
+        """Return the device type for collectives; empty: they would hang, or are not wanted."""
         checkup = self.checkup
         checkup.links += [Link(**link) for link in self._collect_lists(_LINKS)]
         is_closed = any(link.error is not None and link.is_primary for link in checkup.links)
@@ -358,13 +337,11 @@ class Session:
             f.devices and f.local_world_size > len(checkup.devices_of(f.host)) for f in group
         )
         common = types.pop() if len(types) == 1 and not is_shared else None
-        kind = self._device or common or "cpu"
         if is_closed or checkup.silent or not self._times:
-            kind = ""
-        else:
-            checkup.backend = engine_of(kind)
-        self._store.set("collectives", kind)
-        return kind or None
+            return ""
+        kind = self._device or common or "cpu"
+        checkup.backend = engine_of(kind)
+        return kind
 
     def _time(self, kind: str) -> None:
         store = c10d.PrefixStore("shardkit/doctor/group", self._store.connection)
@@ -376,15 +353,14 @@ class Session:
 
     def _result(self) -> Checkup | None:
         """End together: the store must not end before others have read what they need."""
-        if self._place.rank == 0:
-            self._store.set("end", "")
-            came = [facts.rank for facts in self.checkup.ranks if facts.rank]
-            if self._place.hosts_store:
-                self._store.await_keys([f"bye/{rank}" for rank in came], min(self._timeout_s, 2.0))
-            return self.checkup
-        self._wait("end", 3 * self._timeout_s, "")
-        self._put("bye", "")
-        return None
+        self._from_rank_0("end", str, 3 * self._timeout_s)
+        if self._place.rank != 0:
+            self._put("bye", "")
+            return None
+        came = [facts.rank for facts in self.checkup.ranks if facts.rank]
+        if self._place.hosts_store:
+            self._store.await_keys([f"bye/{rank}" for rank in came], min(self._timeout_s, 2.0))
+        return self.checkup
 
     # --- the store ---
 
@@ -406,11 +382,19 @@ class Session:
             self.checkup.silent[step] = silent
         return [item for items in answers.values() for item in items]
 
-    def _wait(self, key: str, timeout_s: float, host: str) -> bytes:
+    def _from_rank_0(self, key: str, choose: Callable[[], str], timeout_s: float) -> str:
+        """Return what rank 0 chooses; other ranks wait for it.
+
+        Rank 0 may wait as long as a step for the others, and may have begun later.
+        """
+        if self._place.rank == 0:
+            chosen = choose()
+            self._store.set(key, chosen)
+            return chosen
         with contextlib.suppress(RuntimeError):  # The store has ended with rank 0.
             if self._store.await_keys([key], timeout_s):
-                return self._store.get(key)
-        where = f"rank {self._place.rank} on {host}"
+                return self._store.get(key).decode()
+        where = f"rank {self._place.rank} on {self._machine.host_name()}"
         raise NoStoreError(
             where,
             check="rank-0-silent",

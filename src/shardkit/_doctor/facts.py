@@ -183,7 +183,7 @@ _ROUNDS = {4: 20, 2**20: 5, 2**24: 3, 2**28: 3}
 
 
 def measure_collectives(
-    place: LaunchPlace, store: Any, device_type: str | None, *, timeout_s: float
+    place: LaunchPlace, store: Any, device_type: str, *, timeout_s: float
 ) -> Iterator[Timing]:
     """Time collectives over a store that is only for this; a failure ends the series."""
     device = _device(place, device_type)
@@ -199,7 +199,7 @@ def measure_collectives(
         text = _first_line(error)
         yield Timing(rank=place.rank, collective="start", nbytes=0, seconds=None, error=text)
         return
-    sizes = SIZES if device_type in (None, "cpu") else LARGE_SIZES
+    sizes = SIZES if device_type == "cpu" else LARGE_SIZES
     most_gathered = _MOST_RANKS * sizes[-1]
     try:
         for nbytes in sizes:
@@ -273,11 +273,11 @@ def _broadcast(numel: int, place: LaunchPlace, device: torch.device) -> Callable
 _COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather, "broadcast": _broadcast}
 
 
-def _device(place: LaunchPlace, device_type: str | None) -> torch.device:
-    if device_type in (None, "cpu"):
+def _device(place: LaunchPlace, device_type: str) -> torch.device:
+    if device_type == "cpu":
         return torch.device("cpu")
-    use_own_device(str(device_type), str(place.local_rank))
-    return torch.device(str(device_type), torch.get_device_module(device_type).current_device())
+    use_own_device(device_type, str(place.local_rank))
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def _first_line(error: BaseException) -> str:

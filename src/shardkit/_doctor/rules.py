@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardkit._doctor.facts import Finding, Level, ranks_in_words
@@ -27,52 +26,183 @@ _GPU_BUILDS = ("cuda", "rocm")
 _ENLARGE_SHM = "container --shm-size=16g or --ipc=host, else mount -o remount,size=16g /dev/shm"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """A finding that a rank may get; its texts are filled with `_words`."""
-
-    check: str
-    level: Level
-    applies: Callable[[RankFacts, Checkup], object]
-    what: str
-    remedy: str
-    alone: Level | None = None  # Level if there is only one host.
-    is_of_host: bool = True  # Whether only a host's first rank reports it.
-    names_rank: bool = False  # Whether the finding names the rank in addition to its host.
+def _found(level: Level, where: str, check: str, *, what: str, remedy: str) -> Finding:
+    return Finding(check=check, level=level, where=where, what=what, remedy=remedy)
 
 
-def findings_of(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    """Yield the problems of a rank; problems of the host only for its first rank."""
-    is_first = facts.rank == min(each.rank for each in checkup.ranks if each.host == facts.host)
-    words = _words(facts, checkup)
-    for rule in _RULES_OF_MACHINES:
-        if (is_first or not rule.is_of_host) and rule.applies(facts, checkup):
-            yield Finding(
-                check=rule.check,
-                level=rule.alone if rule.alone and checkup.num_hosts == 1 else rule.level,
-                where=f"rank {facts.rank} on {facts.host}" if rule.names_rank else facts.host,
-                what=rule.what.format(**words),
-                remedy=rule.remedy.format(**words),
+def _of_hosts(checkup: Checkup) -> Iterator[Finding]:
+    """Yield the problems of hosts, from the facts of the first rank of each."""
+    hosts: dict[str, RankFacts] = {}
+    for facts in sorted(checkup.ranks, key=lambda each: each.rank):
+        hosts.setdefault(facts.host, facts)
+    for facts in hosts.values():
+        yield from _devices(facts, checkup)
+        yield from _system(facts)
+        yield from _host_name(facts, checkup)
+
+
+def _devices(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
+    """Yield problems of torch's build and of the devices that it sees."""
+    error = functools.partial(_found, "error", f.host)
+    is_for_cards = f.build.startswith(_GPU_BUILDS)
+    num_devices = len(checkup.devices_of(f.host))
+    engine = engine_of(f.device_type)
+    if f.num_cards and not is_for_cards:
+        yield error(
+            "torch-build",
+            what=f"the machine has {f.num_cards} cards, and torch {f.torch} is built for the CPU "
+            f"only",
+            remedy="install the build of torch for the driver: see pytorch.org/get-started",
+        )
+    if f.num_cards and is_for_cards and not f.devices:
+        yield error(
+            "no-devices",
+            what=f"the machine has {f.num_cards} cards, and torch ({f.build}) sees none",
+            remedy="look at nvidia-smi (rocm-smi) and at CUDA_VISIBLE_DEVICES; the driver must be "
+            "as new as torch's build wants; in a container pass the devices (--gpus all)",
+        )
+    if 0 < num_devices < f.local_world_size and not checkup.is_alone:
+        yield error(
+            "too-few-devices",
+            what=f"{f.local_world_size} ranks share {num_devices} devices",
+            remedy=f"start {num_devices} ranks on this host (torchrun --nproc-per-node), or let "
+            f"them see more devices",
+        )
+    if engine not in f.backends:
+        yield error(
+            "no-backend",
+            what=f"torch has no {engine}, the backend of {f.device_type or 'cpu'} ranks; it has "
+            f"{', '.join(f.backends) or 'none'}",
+            remedy="install a build of torch with it",
+        )
+    if f.torch_xla is not None:
+        yield _found(
+            "note",
+            f.host,
+            "xla",
+            what=f"torch_xla {f.torch_xla} is installed. XLA devices and their links are not "
+            f"checked",
+            remedy="python -c 'import torch_xla; print(torch_xla.devices())' says whether they are "
+            "seen",
+        )
+    if f.torch_xla and _release(f.torch_xla) != _release(f.torch):
+        yield error(
+            "xla-version",
+            what=f"torch_xla {f.torch_xla} is made for another torch than {f.torch}",
+            remedy="install both in the same version",
+        )
+
+
+def _system(f: RankFacts) -> Iterator[Finding]:
+    """Yield problems of shared memory and of threads."""
+    warning = functools.partial(_found, "warning", f.host)
+    if f.shm_nbytes is None or f.shm_free_nbytes is None:
+        yield warning(
+            "no-shm",
+            what="there is no /dev/shm: loaders with workers and NCCL within a host need it",
+            remedy="mount it: mount -t tmpfs tmpfs /dev/shm",
+        )
+    elif f.shm_free_nbytes < min(_LEAST_FREE_SHM * f.local_world_size, f.shm_nbytes // 2):
+        yield _found(
+            "error",
+            f.host,
+            "shm-full",
+            what=f"shared memory (/dev/shm) has {f.shm_free_nbytes // _MIB} MiB free of "
+            f"{f.shm_nbytes // _MIB} MiB, for {f.local_world_size} ranks",
+            remedy="delete what earlier runs left there (ls -l /dev/shm), or make it larger: in a "
+            + _ENLARGE_SHM,
+        )
+    elif f.shm_nbytes < _LEAST_SHM:
+        yield warning(
+            "shm-small",
+            what=f"shared memory (/dev/shm) has {f.shm_nbytes // _MIB} MiB, which loaders and NCCL "
+            f"soon fill",
+            remedy="in a " + _ENLARGE_SHM,
+        )
+    if f.local_world_size > 1 and f.num_threads * f.local_world_size > 2 * f.num_cores:
+        yield warning(
+            "threads",
+            what=f"{f.local_world_size} ranks with {f.num_threads} threads each share "
+            f"{f.num_cores} cores",
+            remedy=f"OMP_NUM_THREADS={max(1, f.num_cores // f.local_world_size)}",
+        )
+
+
+def _host_name(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
+    """Yield problems of the addresses to which the host's name resolves."""
+    entry = f"'{f.address} {f.host}'"
+    if not f.host_addresses:
+        yield _found(
+            "warning" if checkup.num_hosts == 1 else "error",
+            f.host,
+            "host-unknown",
+            what=f"the host's name {f.host!r} resolves to no address; gloo looks itself up by it",
+            remedy=f"add {entry} to /etc/hosts, or name the interface: "
+            f"GLOO_SOCKET_IFNAME={_interface(f)}",
+        )
+    if _has_only_loopback(f, checkup):
+        yield _found(
+            "error",
+            f.host,
+            "host-loopback",
+            what=f"the host's name {f.host!r} resolves to {f.host_addresses[0]}, where other hosts "
+            f"cannot reach it; gloo tells them this address",
+            remedy=f"in /etc/hosts put {entry} in the place of the line with "
+            f"{f.host_addresses[0]}, or GLOO_SOCKET_IFNAME={_interface(f)}",
+        )
+
+
+def _of_ranks(checkup: Checkup) -> Iterator[Finding]:
+    """Yield what may be wrong with one rank of a host."""
+    for f in checkup.ranks:
+        warning = functools.partial(_found, "warning", f.host)
+        error = functools.partial(_found, "error", f.host)
+        memlock, nofile, nproc = (f.limits.get(name) for name in ("memlock", "nofile", "nproc"))
+        if _release(f.torch) < _OLDEST_TORCH:
+            yield error(
+                "torch-old",
+                what=f"torch is {f.torch}, and shardkit needs 2.9 or newer",
+                remedy="pip install 'torch>=2.9', the build for this machine's driver",
             )
+        if f.has_infiniband and memlock is not None:
+            yield error(
+                "memlock",
+                what=f"ranks may lock {memlock // 1024} KiB of memory, and InfiniBand needs all it "
+                f"registers",
+                remedy="ulimit -l unlimited: in /etc/security/limits.conf '* - memlock unlimited', "
+                "in a container --ulimit memlock=-1, under slurm "
+                "PropagateResourceLimitsExcept=MEMLOCK",
+            )
+        if _is_below(nofile, _LEAST_FILES):
+            yield warning(
+                "nofile",
+                what=f"a process may have {nofile} open files; each connection and each tensor of "
+                f"a data loader takes one",
+                remedy="ulimit -n 65536 before the launcher, or LimitNOFILE of its service",
+            )
+        if _is_below(nproc, _LEAST_PROCESSES):
+            yield warning(
+                "nproc",
+                what=f"the user may have {nproc} processes and threads; ranks with loaders have "
+                f"more",
+                remedy="ulimit -u 65536 before the launcher, or TasksMax of its service",
+            )
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if _names_no_interface(variable, f):
+                yield _found(
+                    "error",
+                    f"rank {f.rank} on {f.host}",
+                    "interface-unknown",
+                    what=f"{variable} is {f.environment[variable]!r}, and the host has "
+                    f"{', '.join(f.interfaces)}",
+                    remedy=f"{variable}={_interface(f)}, the interface towards rank 0",
+                )
 
 
-def _words(facts: RankFacts, checkup: Checkup) -> dict[str, Any]:
-    """Return the words for the texts of rules: `f` is the facts."""
-    return {
-        "f": facts,
-        "device_type": facts.device_type or "cpu",
-        "engine": engine_of(facts.device_type),
-        "backends": ", ".join(facts.backends) or "none",
-        "num_devices": len(checkup.devices_of(facts.host)),
-        "shm_mib": (facts.shm_nbytes or 0) // _MIB,
-        "shm_free_mib": (facts.shm_free_nbytes or 0) // _MIB,
-        "locked_kib": (facts.limits.get("memlock") or 0) // 1024,
-        "num_threads": max(1, facts.num_cores // facts.local_world_size),
-        "interfaces": ", ".join(facts.interfaces),
-        "interface": next(
-            (name for name, address in facts.interfaces.items() if address == facts.address), "eth0"
-        ),
-    }
+def _interface(facts: RankFacts) -> str:
+    """Return the name of the interface towards rank 0's host."""
+    found = (name for name, address in facts.interfaces.items() if address == facts.address)
+    return next(found, "eth0")
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -81,19 +211,7 @@ def _release(version: str) -> tuple[int, ...]:
     )
 
 
-def _has_no_shm(facts: RankFacts) -> bool:
-    return facts.shm_nbytes is None or facts.shm_free_nbytes is None
-
-
-def _is_shm_full(facts: RankFacts) -> bool:
-    total, free = facts.shm_nbytes, facts.shm_free_nbytes
-    if total is None or free is None:
-        return False
-    return free < min(_LEAST_FREE_SHM * facts.local_world_size, total // 2)
-
-
-def _is_below(facts: RankFacts, name: str, least: int) -> bool:
-    limit = facts.limits.get(name)
+def _is_below(limit: int | None, least: int) -> bool:
     return limit is not None and limit < least
 
 
@@ -108,165 +226,13 @@ def _has_only_loopback(facts: RankFacts, checkup: Checkup) -> bool:
     )
 
 
-def _names_no_interface(variable: str, facts: RankFacts, _: Checkup) -> bool:
+def _names_no_interface(variable: str, facts: RankFacts) -> bool:
     text = facts.environment.get(variable, "")
     if not text or text.startswith("^"):
         return False
     # NCCL takes prefixes of names, or whole names after "=".
     wanted = tuple(text.removeprefix("=").split(","))
     return not any(name.startswith(wanted) for name in facts.interfaces)
-
-
-_RULES_OF_MACHINES = (
-    # --- torch and devices ---
-    _Rule(
-        check="torch-old",
-        level="error",
-        applies=lambda f, _: _release(f.torch) < _OLDEST_TORCH,
-        what="torch is {f.torch}, and shardkit needs 2.9 or newer",
-        remedy="pip install 'torch>=2.9', the build for this machine's driver",
-        is_of_host=False,
-    ),
-    _Rule(
-        check="torch-build",
-        level="error",
-        applies=lambda f, _: f.num_cards and not f.build.startswith(_GPU_BUILDS),
-        what="the machine has {f.num_cards} cards, and torch {f.torch} is built for the CPU only",
-        remedy="install the build of torch for the driver: see pytorch.org/get-started",
-    ),
-    _Rule(
-        check="no-devices",
-        level="error",
-        applies=lambda f, _: f.num_cards and f.build.startswith(_GPU_BUILDS) and not f.devices,
-        what="the machine has {f.num_cards} cards, and torch ({f.build}) sees none",
-        remedy="look at nvidia-smi (rocm-smi) and at CUDA_VISIBLE_DEVICES; the driver must be as "
-        "new as torch's build wants; in a container pass the devices (--gpus all)",
-    ),
-    _Rule(
-        check="too-few-devices",
-        level="error",
-        applies=lambda f, c: 0 < len(c.devices_of(f.host)) < f.local_world_size and not c.is_alone,
-        what="{f.local_world_size} ranks share {num_devices} devices",
-        remedy="start {num_devices} ranks on this host (torchrun --nproc-per-node), or let them "
-        "see more devices",
-    ),
-    _Rule(
-        check="no-backend",
-        level="error",
-        applies=lambda f, _: engine_of(f.device_type) not in f.backends,
-        what="torch has no {engine}, the backend of {device_type} ranks; it has {backends}",
-        remedy="install a build of torch with it",
-    ),
-    _Rule(
-        check="xla",
-        level="note",
-        applies=lambda f, _: f.torch_xla is not None,
-        what="torch_xla {f.torch_xla} is installed. XLA devices and their links are not checked",
-        remedy="python -c 'import torch_xla; print(torch_xla.devices())' says whether they are "
-        "seen",
-    ),
-    _Rule(
-        check="xla-version",
-        level="error",
-        applies=lambda f, _: f.torch_xla and _release(f.torch_xla) != _release(f.torch),
-        what="torch_xla {f.torch_xla} is made for another torch than {f.torch}",
-        remedy="install both in the same version",
-    ),
-    # --- limits of the system ---
-    _Rule(
-        check="no-shm",
-        level="warning",
-        applies=lambda f, _: _has_no_shm(f),
-        what="there is no /dev/shm: loaders with workers and NCCL within a host need it",
-        remedy="mount it: mount -t tmpfs tmpfs /dev/shm",
-    ),
-    _Rule(
-        check="shm-full",
-        level="error",
-        applies=lambda f, _: _is_shm_full(f),
-        what="shared memory (/dev/shm) has {shm_free_mib} MiB free of {shm_mib} MiB, for "
-        "{f.local_world_size} ranks",
-        remedy="delete what earlier runs left there (ls -l /dev/shm), or make it larger: in a "
-        + _ENLARGE_SHM,
-    ),
-    _Rule(
-        check="shm-small",
-        level="warning",
-        applies=lambda f, _: (
-            not _has_no_shm(f) and not _is_shm_full(f) and (f.shm_nbytes or 0) < _LEAST_SHM
-        ),
-        what="shared memory (/dev/shm) has {shm_mib} MiB, which loaders and NCCL soon fill",
-        remedy="in a " + _ENLARGE_SHM,
-    ),
-    _Rule(
-        check="memlock",
-        level="error",
-        applies=lambda f, _: f.has_infiniband and f.limits.get("memlock") is not None,
-        what="ranks may lock {locked_kib} KiB of memory, and InfiniBand needs all it registers",
-        remedy="ulimit -l unlimited: in /etc/security/limits.conf '* - memlock unlimited', in a "
-        "container --ulimit memlock=-1, under slurm PropagateResourceLimitsExcept=MEMLOCK",
-        is_of_host=False,
-    ),
-    _Rule(
-        check="nofile",
-        level="warning",
-        applies=lambda f, _: _is_below(f, "nofile", _LEAST_FILES),
-        what="a process may have {f.limits[nofile]} open files; each connection and each tensor "
-        "of a data loader takes one",
-        remedy="ulimit -n 65536 before the launcher, or LimitNOFILE of its service",
-        is_of_host=False,
-    ),
-    _Rule(
-        check="nproc",
-        level="warning",
-        applies=lambda f, _: _is_below(f, "nproc", _LEAST_PROCESSES),
-        what="the user may have {f.limits[nproc]} processes and threads; ranks with loaders have "
-        "more",
-        remedy="ulimit -u 65536 before the launcher, or TasksMax of its service",
-        is_of_host=False,
-    ),
-    _Rule(
-        check="threads",
-        level="warning",
-        applies=lambda f, _: (
-            f.local_world_size > 1 and f.num_threads * f.local_world_size > 2 * f.num_cores
-        ),
-        what="{f.local_world_size} ranks with {f.num_threads} threads each share {f.num_cores} "
-        "cores",
-        remedy="OMP_NUM_THREADS={num_threads}",
-    ),
-    # --- names ---
-    _Rule(
-        check="host-unknown",
-        level="error",
-        applies=lambda f, _: not f.host_addresses,
-        what="the host's name {f.host!r} resolves to no address; gloo looks itself up by it",
-        remedy="add '{f.address} {f.host}' to /etc/hosts, or name the interface: "
-        "GLOO_SOCKET_IFNAME={interface}",
-        alone="warning",
-    ),
-    _Rule(
-        check="host-loopback",
-        level="error",
-        applies=_has_only_loopback,
-        what="the host's name {f.host!r} resolves to {f.host_addresses[0]}, where other hosts "
-        "cannot reach it; gloo tells them this address",
-        remedy="in /etc/hosts put '{f.address} {f.host}' in the place of the line with "
-        "{f.host_addresses[0]}, or GLOO_SOCKET_IFNAME={interface}",
-    ),
-    *(
-        _Rule(
-            check="interface-unknown",
-            level="error",
-            applies=functools.partial(_names_no_interface, variable),
-            what=f"{variable} is {{f.environment[{variable}]!r}}, and the host has {{interfaces}}",
-            remedy=f"{variable}={{interface}}, the interface towards rank 0",
-            is_of_host=False,
-            names_rank=True,
-        )
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    ),
-)
 
 
 # --- a group --------------------------------------------------------------------------------------
@@ -282,9 +248,7 @@ _IS_OWN = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 def examine(checkup: Checkup) -> list[Finding]:
     """Return all findings, errors first."""
-    found = [finding for rule in _RULES_OF_GROUPS for finding in rule(checkup)]
-    for facts in checkup.ranks:
-        found += findings_of(facts, checkup)
+    found = [finding for rule in _RULES for finding in rule(checkup)]
     order = {"error": 0, "warning": 1, "note": 2}
     once = dict.fromkeys(found)  # Ranks of one host report the same.
     return sorted(once, key=lambda finding: order[finding.level])
@@ -497,7 +461,7 @@ def _where(checkup: Checkup, link: Link) -> str:
     )
 
 
-_RULES_OF_GROUPS = (
+_RULES = (
     _missing,
     _unlike,
     _unreachable,
@@ -506,4 +470,6 @@ _RULES_OF_GROUPS = (
     _slow_links,
     _slow_ranks,
     _clocks,
+    _of_hosts,
+    _of_ranks,
 )

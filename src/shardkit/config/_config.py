@@ -36,7 +36,6 @@ from shardkit.backends.groups import (
     make_torch_mesh,
     world_size_or_raise,
 )
-from shardkit.config import _schema
 from shardkit.config._schema import Found, Settings, settings_of
 from shardkit.config._source import read
 
@@ -55,46 +54,6 @@ if TYPE_CHECKING:
 # --- the mesh of a config -------------------------------------------------------------------------
 
 _TP_AXIS = "tp"
-
-
-def make(
-    settings: Settings, strategy: Strategy, device_type: str
-) -> tuple[DeviceMesh, TorchDeviceMesh | None]:
-    """Return the mesh to shard over, and torch's mesh of the ``tp`` axis, if there is one."""
-    use_own_device(device_type)  # Accelerate does the same.
-    if device_type == "xla":
-        world_size = as_device_mesh(None, device_type=device_type).size()
-    else:
-        world_size = world_size_or_raise()
-    if settings.parallelism is not None:
-        return _of_sizes(settings.parallelism, device_type, world_size)
-    if settings.distributed_type == "NO" and world_size > 1:
-        msg = (
-            f"distributed_type is NO, which is one process, and there are {world_size} ranks. "
-            f"Write distributed_type: FSDP."
-        )
-        raise MeshError(msg)
-    machines = settings.num_machines
-    # Otherwise LOCAL_WORLD_SIZE of the launcher gives the number of ranks that share a copy.
-    counts = "LOCAL_WORLD_SIZE" not in os.environ and world_size % machines == 0
-    shape = strategy.mesh_shape(world_size, world_size // machines if counts else None)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=strategy.mesh_dim_names)
-    return mesh, None
-
-
-def in_words(settings: Settings) -> str:
-    """Return a description of the mesh, before there are ranks."""
-    sizes = settings.parallelism
-    if sizes is not None:
-        return (
-            f"dp_replicate {sizes.dp_replicate_size}, dp_shard {sizes.dp_shard_size}, "
-            f"tp {sizes.tp_size}"
-        )
-    return {
-        "replicate": "a copy for each rank",
-        "hybrid": "a copy for each machine",
-        "hybrid_zero2": "a copy for each machine",
-    }.get(settings.strategy, "one axis of all ranks")
 
 
 def _of_sizes(
@@ -396,8 +355,7 @@ def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
         )
         raise ConfigError(msg)
     found = Found(read(source))
-    _schema.check(found)
-    found.raise_complaints()
+    found.check()
     return Config(found.document.plain(), settings_of(found))
 
 
@@ -481,11 +439,19 @@ class Config:
             "SIZE_BASED_WRAP": f"modules from {settings.min_num_params:,} parameters on",
             "NO_WRAP": "the whole model",
         }
+        copies = {"replicate": "rank", "hybrid": "machine", "hybrid_zero2": "machine"}
+        holder = copies.get(settings.strategy)
+        mesh = "one axis of all ranks" if holder is None else f"a copy for each {holder}"
+        if (sizes := settings.parallelism) is not None:
+            mesh = (
+                f"dp_replicate {sizes.dp_replicate_size}, dp_shard {sizes.dp_shard_size}, "
+                f"tp {sizes.tp_size}"
+            )
         repeated = "each group" if settings.activation_checkpointing else "no"
         prefetch = f"forward {settings.forward_prefetch}, backward {settings.backward_prefetch}"
         lines = [
             f"strategy: {chosen.name} (split among ranks: {chosen.shards})",
-            f"mesh: {self.device_type}, {in_words(settings)}",
+            f"mesh: {self.device_type}, {mesh}",
             f"groups: {wrapped[settings.wrap]}",
             f"mixed precision: {policy if settings.precision != 'no' else 'no'}",
             f"offload: {'to the CPU' if settings.offload_params else 'no'}",
@@ -512,10 +478,31 @@ class Config:
         Cost: one process group per axis.
         """
         if self._mesh is None:
-            self._mesh, self._tensor_parallel_mesh = make(
-                self.settings, self.strategy(), self.device_type
-            )
+            use_own_device(self.device_type)  # Accelerate does the same.
+            if self.device_type == "xla":
+                world_size = as_device_mesh(None, device_type="xla").size()
+            else:
+                world_size = world_size_or_raise()
+            sizes = self.settings.parallelism
+            if sizes is None:
+                self._mesh = self._mesh_of_strategy(world_size)
+            else:
+                found = _of_sizes(sizes, self.device_type, world_size)
+                self._mesh, self._tensor_parallel_mesh = found
         return self._mesh
+
+    def _mesh_of_strategy(self, world_size: int) -> DeviceMesh:
+        if self.settings.distributed_type == "NO" and world_size > 1:
+            msg = (
+                f"distributed_type is NO, which is one process, and there are {world_size} ranks. "
+                f"Write distributed_type: FSDP."
+            )
+            raise MeshError(msg)
+        chosen, machines = self.strategy(), self.settings.num_machines
+        # Otherwise LOCAL_WORLD_SIZE of the launcher gives the number of ranks that share a copy.
+        counts = "LOCAL_WORLD_SIZE" not in os.environ and world_size % machines == 0
+        shape = chosen.mesh_shape(world_size, world_size // machines if counts else None)
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=chosen.mesh_dim_names)
 
     def tensor_parallel_mesh(self) -> TorchDeviceMesh | None:
         """Return torch's 1-D mesh of the ``tp`` axis; None if `tp_size` is 1.

@@ -12,7 +12,7 @@ from shardkit._wrapping.strategies import strategy
 from shardkit.config._source import Section, Setting, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from shardkit._text import Kind
     from shardkit.config._source import SourceLine
@@ -355,18 +355,16 @@ class Found:
         written = self.document.entries.get(section)
         return bool(written and isinstance(written.value, Section) and written.value.entries)
 
-    def complain(self, name: str, text: str) -> None:
-        """Note that a field is wrong; `text` continues its name to a sentence."""
-        place = (self._entries.get(name) or self.document).place
-        self.complaints.append((place, f"{name} {text}"))
-
     def refuse(self, name: str, error: NotOfKindError) -> None:
         """Note that the value of a field is not of its kind."""
         entry = self._entries[name]
         self.complaints.append((entry.place, error.sentence(name, plain(entry.value))))
 
-    def raise_complaints(self) -> None:
+    def check(self) -> None:
         """Raise all complaints at once, sorted by line."""
+        for sentence in contradictions(self):
+            field = self._entries.get(sentence.split()[0], self.document)
+            self.complaints.append((field.place, sentence))
         if self.complaints:
             ordered = sorted(self.complaints, key=lambda item: item[0].line or 0)
             raise ConfigError("\n".join(f"{place}: {text}" for place, text in ordered))
@@ -528,75 +526,66 @@ def _is_synced(found: Found, parallelism: Parallelism | None) -> bool:
 # --- contradictions -------------------------------------------------------------------------------
 
 
-def check(found: Found) -> None:
-    """Add a complaint to `found` for each contradiction."""
-    _check_type(found)
-    _check_processes(found)
-    if not is_fsdp_type(found):
-        return
-    if found.value("fsdp_version") == "1":
-        _check_version_1(found)
-    else:
-        _check_version_2(found)
-    _check_wrapping(found)
-    _check_sync(found)
-    _check_parallelism(found)
+def contradictions(found: Found) -> Iterator[str]:
+    """Yield a sentence for each contradiction, which begins with the name of the wrong field."""
+    yield from _check_type(found)
+    yield from _check_processes(found)
+    if is_fsdp_type(found):
+        is_version_1 = found.value("fsdp_version") == "1"
+        yield from _check_version_1(found) if is_version_1 else _check_version_2(found)
+        yield from _check_wrapping(found)
+        yield from _check_sync(found)
+        yield from _check_parallelism(found)
 
 
-def _check_type(found: Found) -> None:
+def _check_type(found: Found) -> Iterator[str]:
     kind = found.value("distributed_type")
     if kind is None:
         if not found.complaints:
-            found.complain("distributed_type", "is missing. As a rule it is FSDP.")
+            yield "distributed_type is missing. As a rule it is FSDP."
         return
     for section in ("fsdp_config", "parallelism_config"):
         if found.has_fields(section) and not is_fsdp_type(found):
-            found.complain(
-                section,
-                f"is there, but distributed_type is {kind}, which uses none of it. Write "
-                f"distributed_type: FSDP, or leave {section} out.",
+            yield (
+                f"{section} is there, but distributed_type is {kind}, which uses none of it. Write "
+                f"distributed_type: FSDP, or leave {section} out."
             )
     use_cpu, device = found.value("use_cpu"), DEVICES.get(kind)
     if use_cpu and device not in (None, "cpu"):
-        found.complain(
-            "use_cpu",
-            f"is true, but distributed_type is {kind}. Write use_cpu: false, or distributed_type: "
-            f"MULTI_CPU, or FSDP, which shards on the CPU, too.",
+        yield (
+            f"use_cpu is true, but distributed_type is {kind}. Write use_cpu: false, or "
+            f"distributed_type: MULTI_CPU, or FSDP, which shards on the CPU, too."
         )
     if use_cpu is False and kind == "MULTI_CPU":
-        found.complain("use_cpu", "is false, but distributed_type is MULTI_CPU. Write true.")
+        yield "use_cpu is false, but distributed_type is MULTI_CPU. Write true."
 
 
-def _check_processes(found: Found) -> None:
+def _check_processes(found: Found) -> Iterator[str]:
     number, machines = num_processes_of(found), found.value("num_machines")
     if found.value("distributed_type") == "NO" and number not in (None, 1):
-        found.complain(
-            "num_processes",
-            f"is {number}, but distributed_type is NO, which is one process. Write "
-            f"distributed_type: FSDP, or MULTI_GPU or MULTI_CPU to replicate the model.",
+        yield (
+            f"num_processes is {number}, but distributed_type is NO, which is one process. Write "
+            f"distributed_type: FSDP, or MULTI_GPU or MULTI_CPU to replicate the model."
         )
     if number is not None and number % machines:
-        found.complain(
-            "num_processes",
-            f"is {number}, which {machines} machines cannot have equal parts of. It counts the "
-            f"processes of all machines.",
+        yield (
+            f"num_processes is {number}, which {machines} machines cannot have equal parts of. It "
+            f"counts the processes of all machines."
         )
     elif number is not None and number > machines * MAX_RANKS:
-        found.complain(
-            "num_processes",
-            f"is {number}, which are {number // machines} on each of {machines} machines. Write "
-            f"{MAX_RANKS} for a machine at the most.",
+        yield (
+            f"num_processes is {number}, which are {number // machines} on each of {machines} "
+            f"machines. Write {MAX_RANKS} for a machine at the most."
         )
     rank = found.value("machine_rank")
     if rank >= machines:
-        found.complain(
-            "machine_rank",
-            f"is {rank}, but num_machines is {machines}: the ranks of machines are 0 to "
-            f"{machines - 1}.",
+        yield (
+            f"machine_rank is {rank}, but num_machines is {machines}: the ranks of machines are 0 "
+            f"to {machines - 1}."
         )
 
 
-def _check_version_1(found: Found) -> None:
+def _check_version_1(found: Found) -> Iterator[str]:
     written = found.value("fsdp_reshard_after_forward")
     try:
         name = strategy_name(found)
@@ -605,29 +594,28 @@ def _check_version_1(found: Found) -> None:
             must = NotOfKindError(f"must be one of {', '.join(STRATEGIES)} in fsdp_version 1")
             found.refuse("fsdp_reshard_after_forward", must)
             return
-        found.complain(
-            "fsdp_reshard_after_forward",
-            f"is {written!r}, which is a value of fsdp_version 2. In version 1 it names a "
-            f"strategy: FULL_SHARD for true, SHARD_GRAD_OP for false; or write fsdp_version: 2.",
+        yield (
+            f"fsdp_reshard_after_forward is {written!r}, which is a value of fsdp_version 2. In "
+            f"version 1 it names a strategy: FULL_SHARD for true, SHARD_GRAD_OP for false; or "
+            f"write fsdp_version: 2."
         )
         return
     other = found.value("fsdp_sharding_strategy")
     if other is not None and other != name:
-        found.complain(
-            "fsdp_sharding_strategy",
-            f"is {other}, but fsdp_reshard_after_forward is {name}. Keep one of them.",
+        yield (
+            f"fsdp_sharding_strategy is {other}, but fsdp_reshard_after_forward is {name}. Keep "
+            f"one of them."
         )
     for size in _SIZES:
         size_name = PREFIXES["parallelism_config"] + size
         if found.value(size_name) is not None:
-            found.complain(
-                size_name,
-                "needs fsdp_version: 2. In version 1 HYBRID_SHARD replicates over machines, and "
-                "NO_SHARD over all ranks.",
+            yield (
+                f"{size_name} needs fsdp_version: 2. In version 1 HYBRID_SHARD replicates over "
+                f"machines, and NO_SHARD over all ranks."
             )
 
 
-def _check_version_2(found: Found) -> None:
+def _check_version_2(found: Found) -> Iterator[str]:
     written = found.value("fsdp_reshard_after_forward")
     try:
         keeps = not reshards(found)
@@ -635,25 +623,24 @@ def _check_version_2(found: Found) -> None:
         if not is_of_kind(FSDP["fsdp_sharding_strategy"].kind, written):
             found.refuse("fsdp_reshard_after_forward", error)
             return
-        found.complain(
-            "fsdp_reshard_after_forward",
-            f"is {written!r}, which is a value of fsdp_version 1. In version 2 it is true (as "
-            f"FULL_SHARD) or false (as SHARD_GRAD_OP); sizes of a parallelism_config do the rest.",
+        yield (
+            f"fsdp_reshard_after_forward is {written!r}, which is a value of fsdp_version 1. In "
+            f"version 2 it is true (as FULL_SHARD) or false (as SHARD_GRAD_OP); sizes of a "
+            f"parallelism_config do the rest."
         )
         return
     name = found.value("fsdp_sharding_strategy")
     if name is not None and name != ("SHARD_GRAD_OP" if keeps else "FULL_SHARD"):
         word = "false" if name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else "true"
-        found.complain(
-            "fsdp_sharding_strategy",
-            f"is {name}, a field of fsdp_version 1, and other fields say something else. In "
-            f"version 2 write fsdp_reshard_after_forward: {word}{_sizes_for(name)}.",
+        yield (
+            f"fsdp_sharding_strategy is {name}, a field of fsdp_version 1, and other fields say "
+            f"something else. In version 2 write fsdp_reshard_after_forward: "
+            f"{word}{_sizes_for(name)}."
         )
     if found.value("fsdp_state_dict_type") == "LOCAL_STATE_DICT":
-        found.complain(
-            "fsdp_state_dict_type",
-            "is LOCAL_STATE_DICT, which only fsdp_version 1 has. Write SHARDED_STATE_DICT, which "
-            "loads at every number of ranks.",
+        yield (
+            "fsdp_state_dict_type is LOCAL_STATE_DICT, which only fsdp_version 1 has. Write "
+            "SHARDED_STATE_DICT, which loads at every number of ranks."
         )
 
 
@@ -665,37 +652,35 @@ def _sizes_for(name: str) -> str:
     return ""
 
 
-def _check_wrapping(found: Found) -> None:
+def _check_wrapping(found: Found) -> Iterator[str]:
     policy = found.value("fsdp_auto_wrap_policy")
     for name, owner in (
         ("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"),
         ("fsdp_min_num_params", "SIZE_BASED_WRAP"),
     ):
         if found.value(name) is not None and policy != owner:
-            found.complain(
-                name,
-                f"belongs to {owner}, but fsdp_auto_wrap_policy is {policy}. Write "
-                f"fsdp_auto_wrap_policy: {owner}, or leave {name} out.",
+            yield (
+                f"{name} belongs to {owner}, but fsdp_auto_wrap_policy is {policy}. Write "
+                f"fsdp_auto_wrap_policy: {owner}, or leave {name} out."
             )
     if policy == "NO_WRAP" and found.value("fsdp_activation_checkpointing"):
-        found.complain(
-            "fsdp_activation_checkpointing",
-            "is true, but fsdp_auto_wrap_policy is NO_WRAP, which chooses no modules for it. "
-            "Choose a policy, or write false and call shardkit.checkpoint_activations(model).",
+        yield (
+            "fsdp_activation_checkpointing is true, but fsdp_auto_wrap_policy is NO_WRAP, which "
+            "chooses no modules for it. Choose a policy, or write false and call "
+            "shardkit.checkpoint_activations(model)."
         )
 
 
-def _check_sync(found: Found) -> None:
+def _check_sync(found: Found) -> Iterator[str]:
     sync, efficient = "fsdp_sync_module_states", "fsdp_cpu_ram_efficient_loading"
     if found.value(efficient) and found.value(sync) is False:
-        found.complain(
-            sync,
-            f"is false, but {efficient} is true: other ranks get their values from rank 0 then. "
-            f"Write {sync}: true, or {efficient}: false.",
+        yield (
+            f"{sync} is false, but {efficient} is true: other ranks get their values from rank 0 "
+            f"then. Write {sync}: true, or {efficient}: false."
         )
 
 
-def _check_parallelism(found: Found) -> None:
+def _check_parallelism(found: Found) -> Iterator[str]:
     sizes = parallelism_of(found)
     if sizes is None:
         return
@@ -705,21 +690,19 @@ def _check_parallelism(found: Found) -> None:
         f"tp_size {sizes.tp_size}"
     )
     if number is not None and total != number:
-        found.complain(
-            "parallelism_config",
-            f"is about {text} = {total} ranks, but num_processes is {number}. Their product must "
-            f"be num_processes.",
+        yield (
+            f"parallelism_config is about {text} = {total} ranks, but num_processes is {number}. "
+            f"Their product must be num_processes."
         )
     if sizes.tp_size > 1 and sizes.dp_replicate_size > 1 and sizes.dp_shard_size == 1:
-        found.complain(
-            "parallelism_config",
-            f"is about {text}: tensor parallelism beside replicas needs dp_shard_size above 1.",
+        yield (
+            f"parallelism_config is about {text}: tensor parallelism beside replicas needs "
+            f"dp_shard_size above 1."
         )
     senders = ("fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states")
     written = [name for name in senders if found.value(name)]
     if sizes.tp_size > 1 and written:
-        found.complain(
-            written[0],
-            "is true, and tp_size is above 1: weights that are split over tp are sent by "
-            "parallelize_module, and others must be equal on all ranks. Write false.",
+        yield (
+            f"{written[0]} is true, and tp_size is above 1: weights that are split over tp are "
+            f"sent by parallelize_module, and others must be equal on all ranks. Write false."
         )

@@ -97,7 +97,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     # Backends are imported only when they are needed.
     from shardkit.planning._advice import advise, choose_among
     from shardkit.planning._profile import read_profile
-    from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta, options_for
+    from shardkit.planning._run import Run, batch_on_meta, dry_run
 
     device = _device_type(device)
     options = {name: value for name, value in options.items() if value is not None}
@@ -124,14 +124,13 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     profile = None if hardware is None else read_profile(hardware)
     if profile is not None:
         profile.check_run(device, size)
-    copied = on_meta(model)
     run = Run(
-        copied,
+        model,
         batch_on_meta(batch),
         shape,
         device=device,
         rank=rank,
-        options=options_for(copied, model, options),
+        options=options,
         shard=shard,
         recompute={} if recompute is True else recompute or None,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,

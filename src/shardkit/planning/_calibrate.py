@@ -165,12 +165,9 @@ class _Clock:
             probe.times.append(self._seconds(probe.call, probe.number))
 
     def settle(self) -> None:
-        """Set the time of each probe: the median of its rounds."""
-        times = self.largest([seconds for probe in self._probes for seconds in probe.times])
-        num_rounds = len(self._probes[0].times)
+        """Set the time of each probe: the median of its rounds. Collective."""
         for probe in self._probes:
-            own, times = times[:num_rounds], times[num_rounds:]
-            probe.seconds = statistics.median(own)
+            probe.seconds = statistics.median(self.largest(probe.times))
 
     def _seconds(self, call: Callable[[], object], number: int) -> float:
         self.largest([0.0])  # All ranks begin at this point.

@@ -246,16 +246,9 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     made, given = _what(model, batch)
     read = None if config is None else from_config(config)
     shape = _mesh_of(mesh, read)
-    options: dict[str, Any] = {}
     if read is not None:
-        options["shard"] = read.shard
         device = device or read.settings.device_type
-    if wrap is not None:
-        options["policy"] = set(wrap)
-    if strategy is not None:
-        options["strategy"] = strategy
-    if dtype is not None or reduce_dtype is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(_dtype(dtype), _dtype(reduce_dtype))
+    dtypes = _dtype(dtype), _dtype(reduce_dtype)
     # Without a terminal, this shows nothing.
     with Console(stderr=True).status("planning"):
         found = plan(
@@ -270,7 +263,10 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             budget=None if budget is None else read_size(budget),
             hardware=hardware,
             choose=choose,
-            **options,
+            shard=None if read is None else read.shard,
+            policy=None if wrap is None else set(wrap),
+            strategy=strategy,
+            mp_policy=MixedPrecisionPolicy(*dtypes) if any(dtypes) else None,
         )
     if as_json:
         facts = {"fits": found.fits, "margin_nbytes": found.margin_nbytes}

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardkit._events import edges_of
 from shardkit._text import shown_nbytes
 from shardkit.planning._allocator import reserved_nbytes
 from shardkit.planning._time import time_of
@@ -210,20 +211,16 @@ def plan_of(
 
 def _segments(events: Iterable[StepEvent], begin: int, end: int) -> Iterable[tuple[str, int, int]]:
     """Yield the parts of the run with the same events under way, and their positions."""
-    edges: list[tuple[int, int, StepEvent]] = []
-    for event in events:
-        if event.closed > event.opened:
-            edges += [(event.opened, 1, event), (event.closed, -1, event)]
-    edges.sort(key=lambda edge: edge[0])
+    edges = edges_of(event for event in events if event.closed > event.opened)
     active: dict[int, StepEvent] = {}
     after, between = begin, "before the first forward"
-    for order, step, event in edges:
-        at = int(event.begin if step > 0 else event.end)
+    for _, event, is_begin in sorted(edges, key=lambda edge: edge[0]):
+        at = int(event.begin if is_begin else event.end)
         if at > after:
             yield _where(active.values(), between), after, at
             after = at
-        if step > 0:
-            active[order] = event
+        if is_begin:
+            active[event.opened] = event
         else:
             del active[event.opened]
         if event.kind == "pass":

@@ -203,12 +203,12 @@ def _profile_of(found: dict[str, Any]) -> HardwareProfile:
     values |= {key: _rate(key, found.get(key)) for key in ("memory_nbytes", "host_bytes_per_s")}
     values |= {key: _at_least(key, found.get(key), 0) for key in _COSTS}
     values["overlap"] = _number("overlap", found.get("overlap"), "at most 1", lambda x: x <= 1)
-    peak = _table("peak", found.get("peak"), "float32", _rate)
-    products = _table("products", found.get("products"), "float32", _curve)
-    memory = _table("memory", found.get("memory"), "new", _curve)
-    links.sort(key=lambda link: link.span)
     return HardwareProfile(
-        **values, peak=peak, products=products, memory=memory, links=tuple(links)
+        **values,
+        peak=_table("peak", found.get("peak"), "float32", _rate),
+        products=_table("products", found.get("products"), "float32", _curve),
+        memory=_table("memory", found.get("memory"), "new", _curve),
+        links=tuple(sorted(links, key=lambda link: link.span)),
     )
 
 
@@ -286,14 +286,11 @@ def _curve(field: str, found: Any) -> Curve:
 
 def profile_text(profile: HardwareProfile, about: str) -> str:
     """Return a profile as TOML, with a comment in front."""
-    plain = {
-        key: getattr(profile, key)
-        for key in HardwareProfile.__dataclass_fields__
-        if key not in {"peak", "products", "memory", "links"}
-    }
+    tables = ("peak", "products", "memory")
+    plain = [key for key in HardwareProfile.__dataclass_fields__ if key not in (*tables, "links")]
     lines = [f"# {line}" for line in about.splitlines()]
-    lines += [f"{key} = {_shown(value)}" for key, value in plain.items()]
-    for key in ("peak", "products", "memory"):
+    lines += [f"{key} = {_shown(getattr(profile, key))}" for key in plain]
+    for key in tables:
         lines += ["", f"[{key}]"]
         lines += [f"{name} = {_shown(value)}" for name, value in getattr(profile, key).items()]
     for link in profile.links:

@@ -45,7 +45,7 @@ class Run:
     """A model, and how to train it. `dataclasses.replace` makes variants.
 
     Attributes:
-        model: Model on meta; each dry run takes a copy.
+        model: Model that is not sharded; each dry run takes a copy on meta.
         batch: Inputs of the model on meta, positional or by name: one micro-batch of a rank.
         mesh: Size of each axis: (shard,) or (replicate, shard).
         device: Type of the devices: ``cpu``, or an accelerator.
@@ -167,12 +167,11 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
         for tensor in iter_tensors(batch):
             meter.label(tensor, "batch", "batch")
         # Buffers, and parameters that no group has, were made before the meter came.
-        for name, buffer in model.named_buffers():
-            meter.note(_local(buffer))
-            meter.label(_local(buffer), "buffers", name)
-        for name, param in model.named_parameters():
-            meter.note(_local(param))
-            meter.label(_local(param), "parameters", name)
+        named = {"buffers": model.named_buffers(), "parameters": model.named_parameters()}
+        for kind, tensors in named.items():
+            for name, tensor in tensors:
+                meter.note(_local(tensor))
+                meter.label(_local(tensor), kind, name)
         optimizer = _optimizer(run, model)
         with (
             _named_modules(model, meter),

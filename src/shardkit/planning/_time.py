@@ -10,7 +10,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardkit._events import StepEvent
+from shardkit._events import StepEvent, edges_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -168,11 +168,7 @@ class _Tasks:
     def of(self, events: Iterable[StepEvent], operators: Sequence[Operator]) -> list[Task]:
         """Return the tasks of a step."""
         edges: list[tuple[float, StepEvent | Operator, bool]]
-        edges = [(each.after + 0.5, each, True) for each in operators]
-        for event in events:
-            edges.append((event.opened, event, True))
-            if event.closed > event.opened:
-                edges.append((event.closed, event, False))
+        edges = [*edges_of(events), *((each.after + 0.5, each, True) for each in operators)]
         for _, what, is_begin in sorted(edges, key=lambda edge: edge[0]):
             if isinstance(what, StepEvent):
                 self._edge(what, is_begin=is_begin)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 _NUM_TRIPS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A comparison with rank 0's clock, or a line through several; converts times to rank 0's.
+    """A comparison with rank 0's clock, or a line through two; converts times to rank 0's.
 
     Attributes:
         at_s: Time of the first comparison in seconds of this rank's clock.
@@ -32,11 +32,8 @@ class Clock:
     error_s: float = 0.0
 
     @classmethod
-    def through(cls, readings: Sequence[Clock]) -> Clock:
-        """Return the line through the first and the last reading; no readings mean equal clocks."""
-        if not readings:
-            return cls()
-        first, last = readings[0], readings[-1]
+    def through(cls, first: Clock, last: Clock) -> Clock:
+        """Return the line through two comparisons."""
         taken_s = last.at_s - first.at_s
         # Readings that differ by no more than their errors do not show a drift.
         gained_s = last.offset_s - first.offset_s
@@ -63,7 +60,7 @@ def read_clock(
     Rank 0 answers one rank after another. The fastest of several round trips counts.
 
     Args:
-        store: Store of the process group.
+        store: Store of the process group; one rank needs none.
         key: Prefix of the keys, new for each comparison.
         rank: Number of this rank.
         world_size: Number of ranks.

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from shardkit._text import console_of_tables
+from shardkit._text import console_of_tables, table_of
 from shardkit.tracing.page import PlannedStep, write_page
 from shardkit.tracing.perfetto import write_perfetto
 from shardkit.tracing.picture import draw
@@ -70,20 +69,14 @@ def _show(trace: Trace) -> None:
     console = console_of_tables()
     for line in _facts(trace):
         console.print(Text(line))
-    table = Table(box=None, pad_edge=False)
-    table.add_column("group", overflow="fold")
-    table.add_column("cause", no_wrap=True)
-    for column in ("ms a step", "%"):
-        table.add_column(column, justify="right", no_wrap=True)
     shares = trace.shares()
     step_s = sum(share.seconds for share in shares)
     rows = [*shares[:_NUM_ROWS]]
     if rest := shares[_NUM_ROWS:]:
         rows.append(Share(f"{len(rest)} others", "", sum(share.seconds for share in rest)))
-    for group, cause, seconds in rows:
-        values = (group, cause, f"{seconds * 1e3:.3f}", f"{seconds / step_s:.1%}")
-        table.add_row(*map(Text, values))
-    console.print(table)
+    columns = {"group": "fold", "cause": "left", "ms a step": "right", "%": "right"}
+    texts = [(group, cause, f"{s * 1e3:.3f}", f"{s / step_s:.1%}") for group, cause, s in rows]
+    console.print(table_of(columns, texts))
 
 
 def _facts(trace: Trace) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import socket
@@ -120,24 +121,15 @@ def record(
         msg = "shardkit.record: the steps of this process are observed already. End that first."
         raise StateError(msg)
     key = f"shardkit/record/{next(_numbers)}"
-    readings: list[Clock] = []
-
     store = torch_groups.default_store() if world_size > 1 else None
-
-    def compare(moment: str, limit_s: float) -> None:
-        if store is not None:
-            place: dict[str, Any] = {"rank": rank, "world_size": world_size}
-            readings.append(
-                read_clock(store, f"{key}/{moment}", **place, limit_s=limit_s, now=_now)
-            )
-
+    compare = functools.partial(read_clock, store, rank=rank, world_size=world_size, now=_now)
     target = Path(folder)
     if target.exists() and not target.is_dir():
         msg = f"shardkit.record: folder must be a directory, or not exist yet; {target} is a file."
         raise StateError(msg)
     if rank == 0:
         remove_records(target)  # Before ranks meet, so that no rank has begun.
-    compare("begin", _BEGIN_LIMIT_S)
+    first = compare(f"{key}/begin", limit_s=_BEGIN_LIMIT_S)
     groups = _groups_of(model)
     header = RankHeader(
         rank=rank,
@@ -146,7 +138,7 @@ def record(
         device=groups[0].mesh.device_type if groups else "cpu",
         run=_name_of_run(store, f"{key}/name", rank),
         axes=_axes_of(groups),
-        clock=Clock.through(readings),
+        clock=first,
     )
     recording = Recording(target, header)
     with contextlib.ExitStack() as stack:
@@ -162,12 +154,12 @@ def record(
         except BaseException:
             recording.close(_with_axes(header, model))  # Other ranks may go on: no rank waits.
             raise
+    header = _with_axes(header, model)
     try:
-        compare("end", _END_LIMIT_S)
+        header.clock = Clock.through(first, compare(f"{key}/end", limit_s=_END_LIMIT_S))
     except StateError as error:
         _logger.warning("the clocks of ranks were compared once, not twice: %s", error)
-    header = _with_axes(header, model)
-    recording.close(dataclasses.replace(header, clock=Clock.through(readings)))
+    recording.close(header)
 
 
 def _place() -> tuple[int, int]:

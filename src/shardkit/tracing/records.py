@@ -22,7 +22,7 @@ import operator
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import StateError
 from shardkit._events import StepEvent
@@ -107,14 +107,9 @@ class PackedEvents(Sequence[StepEvent]):
     def __iter__(self) -> Iterator[StepEvent]:
         return map(StepEvent, *self._columns)
 
-    @overload
-    def __getitem__(self, at: int) -> StepEvent: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[StepEvent]: ...
-    def __getitem__(self, at: int | slice) -> StepEvent | list[StepEvent]:
-        if isinstance(at, slice):
-            return list(map(StepEvent, *(column[at] for column in self._columns)))
-        return StepEvent(*(column[at] for column in self._columns))
+    def __getitem__(self, at: Any) -> Any:
+        found = [column[at] for column in self._columns]
+        return [*map(StepEvent, *found)] if isinstance(at, slice) else StepEvent(*found)
 
 
 class RecordFile:

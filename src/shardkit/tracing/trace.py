@@ -87,26 +87,24 @@ class Trace:
 
     def step_s(self) -> float:
         """Return the median step in seconds, without the first one if there are others."""
-        is_only_one = self.num_steps() == 1
-        of_step = [
-            seconds
-            for slices in self.slices.values()
-            for (step,), seconds in seconds_by(slices, "step").items()
-            if step != 0 or is_only_one
-        ]
-        return statistics.median(of_step)
+        steps = (seconds_by(slices, "step").values() for slices in self._counted())
+        return statistics.median(seconds for of_rank in steps for seconds in of_rank)
 
     def shares(self) -> list[Share]:
         """Return the parts of all ranks' time, by group and cause; the largest first.
 
         The first step is left out if there are others. The shares sum up to a mean step.
         """
-        first = 0 if self.num_steps() == 1 else 1
-        counted = [[e for e in slices if e.step >= first] for slices in self.slices.values()]
+        counted = self._counted()
         total = sum(len({each.step for each in slices}) for slices in counted)
         sums = seconds_by((each for of in counted for each in of), "group", "cause")
         shares = [Share(group, cause, seconds / total) for (group, cause), seconds in sums.items()]
         return sorted(shares, key=lambda share: -share.seconds)
+
+    def _counted(self) -> list[list[TimeSlice]]:
+        """Return each rank's slices, without those of the first step if there are others."""
+        first = 0 if self.num_steps() == 1 else 1
+        return [[e for e in slices if e.step >= first] for slices in self.slices.values()]
 
     def peak_nbytes(self) -> int:
         """Return the most memory of shardkit's buffers on a rank, in bytes."""
