@@ -34,6 +34,9 @@ LOSS_TOLERANCE = 2e-6
 # batch: some units in the last place (6e-8 at 1) of gradients below 1, over ten steps of SGD.
 SGD_TOLERANCE = 1e-6
 
+TRAINED = {"loss": LOSS_TOLERANCE, "grad": SGD_TOLERANCE, "parameter": SGD_TOLERANCE}
+"""What `assert_within` takes where models were trained by SGD."""
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
