@@ -122,9 +122,17 @@ def take_steps(
     extra: dict[str, typing.Any],
     kind: tuple[type[torch.optim.Optimizer], dict[str, typing.Any]],
 ) -> Differences:
-    """Step whole and sharded parameters, given the same gradients; compare state as well."""
+    """Step whole and sharded parameters, given the same gradients; compare state as well.
+
+    With ``local`` among the options a `LocalOptimizer` steps the sharded ones. With ``before`` they
+    are sharded after so many steps.
+    """
     optimizer_class, options = kind[0], {**kind[1], **extra}
-    plain, sharded = whole_and_sharded(mesh_shape)
+    first = options.pop("before", None)
+    plain = Parameters()
+    sharded = copy.deepcopy(plain)
+    if first is None:
+        fully_shard(sharded, make_mesh(mesh_shape))
     if options.pop("local", False):
         of_sharded: typing.Any = functools.partial(LocalOptimizer, optimizer_class=optimizer_class)
     else:
@@ -135,9 +143,12 @@ def take_steps(
     ]
     generator = torch.Generator()
     differences = Differences()
-    for _ in range(STEPS):
+    for step in range((first or 0) + STEPS):
+        if step == first:
+            fully_shard(sharded, make_mesh(mesh_shape))
         give_gradients(plain, sharded, generator)
-        differences.note_grads(sharded, plain)
+        if step >= (first or 0):
+            differences.note_grads(sharded, plain)
         step_all(optimizers)
     differences.note_parameters(sharded, plain)
     check_state_is_sharded(optimizers[1])
@@ -471,48 +482,13 @@ def test_norms_that_are_not_finite_raise_if_asked_for(spawn: Spawn) -> None:
         assert norm == math.inf
 
 
-def take_steps_before_and_after(
-    mesh_shape: tuple[int, ...],
-    optimizer_class: type[torch.optim.Optimizer],
-    options: dict[str, typing.Any],
-    steps_before: int,
-) -> Differences:
-    """Shard parameters whose optimizer has state already; go on beside the plain ones."""
-    plain = Parameters()
-    sharded = copy.deepcopy(plain)
-    models = (plain, sharded)
-    optimizers = [optimizer_class(model.parameters(), **options) for model in models]
-    generator = torch.Generator()
-    differences = Differences()
-    for step in range(steps_before + STEPS):
-        if step == steps_before:
-            fully_shard(sharded, make_mesh(mesh_shape))
-        slopes = plain.draw_slopes(generator)
-        for model in models:
-            model(slopes).backward()
-        if step >= steps_before:
-            differences.note_grads(sharded, plain)
-        step_all(optimizers)
-    differences.note_parameters(sharded, plain)
-    check_state_is_sharded(optimizers[1])
-    return differences
-
-
-@pytest.mark.parametrize(
-    ("name", "form", "steps_before"),
-    [
-        *((name, "foreach", 2) for name in OPTIMIZERS),
-        *((name, "for-loop", steps) for name in ("Adagrad", "AdamW amsgrad") for steps in (0, 2)),
-        ("Adagrad", "foreach", 0),
-    ],
-)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("form", LOOPS)
 def test_an_optimizer_may_have_state_before_its_parameters_are_sharded(
-    spawn: Spawn, name: str, form: str, steps_before: int
+    spawn: Spawn, form: str, steps: int
 ) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
-    options = {**options, **LOOPS[form]}
-    found = spawn(take_steps_before_and_after, 4, (2, 2), optimizer_class, options, steps_before)
-    assert_within(found, grad=0.0, parameter=0.0)
+    extra = {"before": steps, **LOOPS[form]}
+    assert_each_within(spawn_each(spawn, OPTIMIZERS, take_steps, 4, (2, 2), extra), **EXACT)
 
 
 @on_ranks(2)
