@@ -67,9 +67,9 @@ class Mixture(nn.Module):
 class Experts(nn.Module):
     """Blocks of a mixture, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Mixture() for _ in range(4))
+        self.blocks = nn.ModuleList(Mixture() for _ in range(depth))
         self.head = nn.Linear(96, 11)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,6 +198,7 @@ CASES: dict[str, Case] = {
     "every second block": Case(_stack, _tokens, recompute={"every": 2}),
     "hybrid in bf16": Case(Mlp, _rows, (2, 2), options={"mp_policy": BF16}),
     "experts in bf16": Case(Experts, _vectors, options={"mp_policy": BF16}),
+    "few experts": Case(lambda: Experts(depth=2), _vectors),
     "experts again": Case(Experts, _vectors, (4,), recompute={}),
     "adapters kept": Case(Adapters, _tokens, options={"reshard_after_forward": False}),
     "tensor parallel": SplitCase(Mlp, _rows, (4,)),

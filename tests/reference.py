@@ -34,6 +34,9 @@ LOSS_TOLERANCE = 2e-6
 # batch: some units in the last place (6e-8 at 1) of gradients below 1, over ten steps of SGD.
 SGD_TOLERANCE = 1e-6
 
+TRAINED = {"loss": LOSS_TOLERANCE, "grad": SGD_TOLERANCE, "parameter": SGD_TOLERANCE}
+"""What `assert_within` takes where models were trained by SGD."""
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
@@ -86,6 +89,12 @@ def global_batch(case: Case, step: int) -> Batch:
         *(rank_batch(case, rank, step) for rank in range(dist.get_world_size())), strict=True
     )
     return torch.cat(xs), torch.cat(ys)
+
+
+def step_batches(case: Case, steps: Iterable[int]) -> Iterator[tuple[Batch, Batch]]:
+    """Yield for each step this rank's batch, and that of all ranks."""
+    for step in steps:
+        yield my_batch(case, step), global_batch(case, step)
 
 
 def train(
@@ -182,15 +191,22 @@ def own_grads(
     """
     if any(param.device.type == "xla" for param in model.parameters()):
         return full_grads(model), wholes
-    actual, wanted = {}, dict(wholes)
-    for name, param in model.named_parameters():
-        grad = actual[name] = param.grad
+    return own_parts({name: param.grad for name, param in model.named_parameters()}, wholes)
+
+
+@torch.no_grad()
+def own_parts(
+    tensors: dict[str, Tensor | None], wholes: dict[str, Tensor | None]
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Return what this rank has of each tensor, and the same parts of whole ones."""
+    actual, wanted = dict(tensors), dict(wholes)
+    for name, tensor in tensors.items():
         whole = wanted.get(name)
-        if isinstance(grad, ShardedTensor):
-            actual[name] = grad.to_local()
+        if isinstance(tensor, ShardedTensor):
+            actual[name] = tensor.to_local()
             if whole is not None:
-                assert grad.shape == whole.shape, name
-                wanted[name] = grad.spec.slice_full(whole)
+                assert tensor.shape == whole.shape, name
+                wanted[name] = tensor.spec.slice_full(whole)
     return actual, wanted
 
 
@@ -238,6 +254,34 @@ class Differences(dict[str, float]):
     def note_parameters(self, model: nn.Module, reference: nn.Module) -> None:
         """Compare all parameters. Collective."""
         self.note_all("parameter", full_parameters(model), full_parameters(reference))
+
+    def note_training(
+        self,
+        case: Case,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        batches: Iterable[tuple[Batch, Batch]],
+        max_norm: float | None = None,
+    ) -> None:
+        """Train a sharded model beside a plain one; compare losses and gradients. Collective.
+
+        Args:
+            case: Says what the loss is.
+            models: The sharded one, and the plain one.
+            optimizers: One for each of them.
+            batches: What each model takes in each step.
+            max_norm: Norm to which gradients are clipped; these norms are compared, too.
+        """
+        for batch in batches:
+            losses = [case.loss(*each) for each in zip(models, batch, strict=True)]
+            for loss in losses:
+                loss.backward()
+            self.note("loss", mean_over_ranks(losses[0]), losses[1].detach().double())
+            self.note_grads(*models)
+            if max_norm is not None:
+                norms = [nn.utils.clip_grad_norm_(m.parameters(), max_norm) for m in models]
+                self.note("norm", *(norm.detach().double() for norm in norms))
+            step_all(optimizers)
 
 
 def assert_within(by_rank: Sequence[Differences], what: str = "", /, **tolerances: float) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from models import CASES, WIDTHS, Case, regression_batch, squared_error
 from parity import compare_training
 from reference import (
-    LOSS_TOLERANCE,
     OPTIMIZERS,
     SGD_TOLERANCE,
+    TRAINED,
     Differences,
     assert_each_within,
     assert_within,
@@ -93,7 +93,7 @@ def test_adapters_in_the_group_of_their_frozen_base(
     spawn: Spawn, mesh_shape: tuple[int, ...]
 ) -> None:
     found = spawn_each(spawn, MODES, train_adapters, math.prod(mesh_shape), mesh_shape)
-    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_each_within(found, **TRAINED)
 
 
 def bytes_to_reduce() -> tuple[int, int]:
@@ -114,8 +114,11 @@ def test_frozen_parameters_take_no_room_in_gradient_buffers(spawn: Spawn) -> Non
 # --- frozen and thawed later ----------------------------------------------------------------------
 
 
-def freeze_along_the_way(frozen: str, optimizer: str) -> Differences:
-    """Freeze a part of the model after two steps, thaw it after two more, as fine-tuning does."""
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("frozen", ["layers.0.weight", "layers.1.bias", "layers.2.weight"])
+@on_ranks(2)
+def test_a_parameter_frozen_and_thawed_between_steps(frozen: str, optimizer: str) -> None:
+    """While frozen its gradient is None, and the optimizer's momentum leaves it alone."""
     case = CASES["mlp"]
     plain = case.make()
     model = shard(case, copy.deepcopy(plain))
@@ -129,18 +132,8 @@ def freeze_along_the_way(frozen: str, optimizer: str) -> Differences:
         differences.note_grads(model, plain)
         step_all(optimizers)
     differences.note_parameters(model, plain)
-    return differences
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("frozen", ["layers.0.weight", "layers.1.bias", "layers.2.weight"])
-def test_a_parameter_frozen_and_thawed_between_steps(
-    spawn: Spawn, frozen: str, optimizer: str
-) -> None:
-    """While frozen its gradient is None, and the optimizer's momentum leaves it alone."""
     tolerance = {"sgd": SGD_TOLERANCE, "adamw": 2e-5}[optimizer]
-    found = spawn(freeze_along_the_way, 2, frozen, optimizer)
-    assert_within(found, grad=tolerance, parameter=tolerance)
+    assert_within([differences], grad=tolerance, parameter=tolerance)
 
 
 @on_ranks(2)
@@ -238,7 +231,13 @@ def set_mean_grads(case: Case, model: nn.Module, step: int) -> None:
         param.grad = (sums[name] / dist.get_world_size()).to(param.dtype)
 
 
-def train_mixed_dtypes(mesh_shape: tuple[int, ...], one_group: bool) -> Differences:
+@pytest.mark.parametrize("one_group", [True, False])
+@pytest.mark.parametrize("mesh_shape", [(2,), (1, 2)], ids=str)
+@on_ranks("mesh_shape")
+def test_several_storage_dtypes_in_one_group_are_exact(
+    mesh_shape: tuple[int, ...], one_group: bool
+) -> None:
+    """Each dtype is gathered and reduced as it is; the sum of two is rounded once, as here."""
     plain = GATED.make()
     case = Case(GATED.make, lambda _: [], GATED.batch, GATED.loss) if one_group else GATED
     model = shard(case, copy.deepcopy(plain), make_mesh(mesh_shape))
@@ -250,17 +249,7 @@ def train_mixed_dtypes(mesh_shape: tuple[int, ...], one_group: bool) -> Differen
         differences.note_grads(model, plain)
         step_all(optimizers)
     differences.note_parameters(model, plain)
-    return differences
-
-
-@pytest.mark.parametrize("one_group", [True, False])
-@pytest.mark.parametrize("mesh_shape", [(2,), (1, 2)], ids=str)
-def test_several_storage_dtypes_in_one_group_are_exact(
-    spawn: Spawn, mesh_shape: tuple[int, ...], one_group: bool
-) -> None:
-    """Each dtype is gathered and reduced as it is; the sum of two is rounded once, as here."""
-    found = spawn(train_mixed_dtypes, math.prod(mesh_shape), mesh_shape, one_group)
-    assert_within(found, grad=0.0, parameter=0.0)
+    assert_within([differences], grad=0.0, parameter=0.0)
 
 
 def dtypes_with_a_policy() -> tuple[set[torch.dtype], set[torch.dtype], set[torch.dtype]]:

@@ -86,11 +86,21 @@ AUTOCAST_CASES = {
 }
 
 
-def train_autocast(name: str, around_the_loop: bool, reshard: bool | None) -> Differences:
-    """Train in autocast, entered anew in every step or once around them all."""
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward", "around_the_loop"),
+    in_turns(AUTOCAST_CASES, [True, None], [False, True]),
+)
+@on_ranks(2)
+def test_autocast_is_exact(
+    name: str, around_the_loop: bool, reshard_after_forward: bool | None
+) -> None:
+    """Parameters and gradients stay fp32; each rank rounds as plain training on its batch does.
+
+    Autocast is entered anew in every step or once around them all.
+    """
     case = AUTOCAST_CASES[name]
     plain = case.make()
-    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard)
+    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
     optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (model, plain)]
     differences = Differences()
 
@@ -114,19 +124,7 @@ def train_autocast(name: str, around_the_loop: bool, reshard: bool | None) -> Di
             differences.note_grads(model, plain)
             step_all(optimizers)
     differences.note_parameters(model, plain)
-    return differences
-
-
-@pytest.mark.parametrize(
-    ("name", "reshard_after_forward", "around_the_loop"),
-    in_turns(AUTOCAST_CASES, [True, None], [False, True]),
-)
-def test_autocast_is_exact(
-    spawn: Spawn, name: str, around_the_loop: bool, reshard_after_forward: bool | None
-) -> None:
-    """Parameters and gradients stay fp32; each rank rounds as plain training on its batch does."""
-    found = spawn(train_autocast, 2, name, around_the_loop, reshard_after_forward)
-    assert_within(found, loss=0.0, grad=0.0, parameter=0.0)
+    assert_within([differences], loss=0.0, grad=0.0, parameter=0.0)
 
 
 def autocast_dtypes(policy: MixedPrecisionPolicy | None) -> list[torch.dtype]:

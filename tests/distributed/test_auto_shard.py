@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from models import CASES, Block, Case, cross_entropy, token_batch
 from parity import Ranks, compare_training, on_meshes
 from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
+    TRAINED,
     Differences,
     assert_each_within,
     assert_within,
@@ -108,9 +107,6 @@ def train_wrapped(ranks: Ranks, name: str, chosen: str | None = None) -> Differe
     assert len(plan.groups) >= (1 if policy == "no_wrap" else 2)
     assert plan.memory.shard_nbytes == model.memory_stats()["shard_nbytes"]
     return compare_training(case, model, plain, ranks=ranks)
-
-
-TRAINED = {"loss": LOSS_TOLERANCE, "grad": SGD_TOLERANCE, "parameter": SGD_TOLERANCE}
 
 
 def check(by_rank: list[Differences]) -> None:

@@ -21,6 +21,7 @@ from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
     SGD_TOLERANCE,
+    TRAINED,
     Differences,
     assert_within,
     full_grads,
@@ -146,12 +147,7 @@ def train_root(ranks: Ranks, order: str, operators: str) -> Differences:
 @pytest.mark.parametrize("order", ["before", "after"])
 @on_meshes((2,))
 def test_a_root_may_compute_again(run: Run, order: str, operators: str) -> None:
-    assert_within(
-        run(train_root, order, operators),
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within(run(train_root, order, operators), **TRAINED)
 
 
 def write_statistics(ranks: Ranks, operators: str) -> Differences:

@@ -15,6 +15,7 @@ from checkpoints import make_sharded, train_on_shares
 from models import CASES
 from reference import full, make_mesh
 from shardkit import CheckpointError, checkpoint, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -133,16 +134,14 @@ def test_numbers_as_keys_of_sharded_tensors_are_refused(
         assert "Pass optimizers as `optimizer`" in message
 
 
-def values_beside_sharded(folder: str) -> typing.Any:
+@on_ranks(2)
+def test_values_beside_sharded_tensors_come_back(tmp_path: pathlib.Path) -> None:
     model, _ = make_sharded(CASES["gpt"], (2,))
     values = {"n": (1, (2, {})), "empty": {}, "numbers": {0: 1, 5: 2}}
-    checkpoint.save(folder, extra={"shadow": dict(model.state_dict()), **values})
-    loaded = checkpoint.load(folder)["extra"]
-    return len(loaded.pop("shadow")) == len(model.state_dict()) and loaded == values
-
-
-def test_values_beside_sharded_tensors_come_back(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    assert all(spawn(values_beside_sharded, 2, str(tmp_path / "x")))
+    checkpoint.save(str(tmp_path / "x"), extra={"shadow": dict(model.state_dict()), **values})
+    loaded = checkpoint.load(str(tmp_path / "x"))["extra"]
+    assert len(loaded.pop("shadow")) == len(model.state_dict())
+    assert loaded == values
 
 
 class Several(torch.optim.SGD):
@@ -210,15 +209,12 @@ def test_tuples_as_keys_of_sharded_state_are_refused(spawn: Spawn, tmp_path: pat
         assert "((0, 1), a tuple)" in message
 
 
-def average_on_meta(folder: str) -> bool:
+@on_ranks(2)
+def test_extras_on_meta_get_memory(tmp_path: pathlib.Path) -> None:
     model, _ = make_sharded(CASES["gpt"], (2,))
-    checkpoint.save(folder, average=model)
+    checkpoint.save(str(tmp_path / "x"), average=model)
     with torch.device("meta"):
         average, _ = make_sharded(CASES["gpt"], (2,))
-    checkpoint.load(folder, average=average)
+    checkpoint.load(str(tmp_path / "x"), average=average)
     pairs = zip(model.parameters(), average.parameters(), strict=True)
-    return all(torch.equal(full(one), full(other)) for one, other in pairs)
-
-
-def test_extras_on_meta_get_memory(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    assert all(spawn(average_on_meta, 2, str(tmp_path / "x")))
+    assert all(torch.equal(full(one), full(other)) for one, other in pairs)

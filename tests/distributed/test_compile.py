@@ -19,8 +19,8 @@ import shardkit
 from models import Batch, Case, regression_batch, squared_error
 from parity import compare_training, in_turns
 from reference import (
-    LOSS_TOLERANCE,
     SGD_TOLERANCE,
+    TRAINED,
     Differences,
     assert_within,
     full_parameters,
@@ -116,9 +116,7 @@ def train_compiled(
 def assert_one_graph(found: list[tuple[Differences, dict[str, int]]]) -> None:
     for differences, compiled in found:
         assert compiled == {"graphs": 1, "breaks": 0}
-        assert_within(
-            [differences], loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE
-        )
+        assert_within([differences], **TRAINED)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +149,7 @@ def test_a_compiled_root_trains_as_a_plain_one() -> None:
     torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
     model = shard(CASE, copy.deepcopy(plain))
     model.compile(backend="aot_eager")
-    assert_within(
-        [compare_training(CASE, model, plain, steps=4)],
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within([compare_training(CASE, model, plain, steps=4)], **TRAINED)
 
 
 def evaluate_compiled() -> tuple[bool, bool, int]:
@@ -227,12 +220,7 @@ def copy_compiled() -> tuple[Differences, bool]:
 def test_a_copy_of_compiled_layers_trains_by_itself(spawn: Spawn) -> None:
     found = spawn(copy_compiled, 2, timeout_s=TIMEOUT_S)
     assert all(has_no_grads for _, has_no_grads in found)
-    assert_within(
-        [differences for differences, _ in found],
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within([differences for differences, _ in found], **TRAINED)
 
 
 @on_ranks(2, timeout_s=TIMEOUT_S)
@@ -248,12 +236,7 @@ def test_a_compiled_root_of_one_group() -> None:
     torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
     model = fully_shard(copy.deepcopy(plain))
     model.compile(backend="aot_eager")
-    assert_within(
-        [compare_training(case, model, plain, steps=3)],
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within([compare_training(case, model, plain, steps=3)], **TRAINED)
 
 
 @on_ranks(2, timeout_s=TIMEOUT_S)
@@ -267,7 +250,7 @@ def test_compiled_layers_frozen_and_thawed() -> None:
             for block in each.blocks:
                 block.fc1.requires_grad_(requires_grad=not frozen)
         differences |= compare_training(CASE, model, plain, steps=2)
-    assert_within([differences], loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within([differences], **TRAINED)
 
 
 def take_step(model: nn.Module, batch: Batch) -> Tensor:

@@ -8,7 +8,7 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable import replicate  # Its only name, also in torch 2.13.
 
 from models import CASES
@@ -18,11 +18,8 @@ from reference import (
     Differences,
     assert_within,
     full_parameters,
-    global_batch,
     make_mesh,
-    mean_over_ranks,
-    my_batch,
-    step_all,
+    step_batches,
 )
 from shardkit import ShardedTensor, WrapError, fully_shard
 from workers import on_ranks
@@ -71,27 +68,15 @@ def shard_around(model: nn.Module, mesh_shape: tuple[int, ...]) -> None:
 
 
 def train(
-    put: Callable[[nn.Module, tuple[int, ...]], None], mesh_shape: tuple[int, ...], clip: bool
+    put: Callable[[nn.Module, tuple[int, ...]], None], mesh_shape: tuple[int, ...]
 ) -> Differences:
     case = CASES["gpt"]
     reference = case.make()
     model = copy.deepcopy(reference)
     put(model, mesh_shape)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
-    differences = Differences()
-    for step in range(STEPS):
-        loss = case.loss(model, my_batch(case, step))
-        loss.backward()
-        expected = case.loss(reference, global_batch(case, step))
-        expected.backward()
-        differences.note("loss", mean_over_ranks(loss), expected.detach().double())
-        differences.note_grads(model, reference)
-        if clip:
-            norms = [
-                nn.utils.clip_grad_norm_(m.parameters(), 0.1).detach() for m in (model, reference)
-            ]
-            differences.note("norm", *[norm.as_subclass(Tensor) for norm in norms])
-        step_all(optimizers)
+    differences, batches = Differences(), step_batches(case, range(STEPS))
+    differences.note_training(case, (model, reference), optimizers, batches, max_norm=0.1)
     differences.note_parameters(model, reference)
     kinds = {type(param) for param in model.parameters()}
     assert kinds == {ShardedTensor, nn.Parameter}
@@ -111,7 +96,7 @@ def test_gradients_are_averaged_once(
     spawn: Spawn, put: Callable[..., None], mesh_shape: tuple[int, ...]
 ) -> None:
     world_size = 2 if mesh_shape == (2,) else 4
-    found = spawn(train, world_size, put, mesh_shape, True)
+    found = spawn(train, world_size, put, mesh_shape)
     assert_within(
         found,
         loss=LOSS_TOLERANCE,

@@ -91,16 +91,14 @@ def test_at_full_rank_with_offloaded_shards(spawn: Spawn) -> None:
     assert_within(by_rank, loss=5 * LOSS_TOLERANCE, grad=1e-5, parameter=1e-5)
 
 
-def train_before_start(mesh: tuple[int, ...]) -> Differences:
+@on_all_meshes
+@on_ranks("mesh")
+def test_the_first_reductions_are_not_compressed(mesh: tuple[int, ...]) -> None:
     plain, model = plain_and_sharded(mesh)
     compress_gradients(model, PowerSGD(1, start_after=1_000))
-    return compare_training(CASE, model, plain)
-
-
-@on_all_meshes
-def test_the_first_reductions_are_not_compressed(spawn: Spawn, mesh: tuple[int, ...]) -> None:
-    by_rank = spawn(train_before_start, ranks_of(mesh), mesh)
-    assert_within(by_rank, loss=LOSS_TOLERANCE, grad=1e-6, parameter=1e-6)
+    assert_within(
+        [compare_training(CASE, model, plain)], loss=LOSS_TOLERANCE, grad=1e-6, parameter=1e-6
+    )
 
 
 # --- as the algorithm says ------------------------------------------------------------------------
@@ -461,7 +459,8 @@ def test_what_is_refused() -> None:
         compress_gradients(model.blocks[0], PowerSGD())
 
 
-def copies() -> None:
+@on_ranks(2)
+def test_copies_of_a_model_do_not_share_it() -> None:
     _, model = plain_and_sharded((2, 1))
     calls: list[int] = []
 
@@ -480,7 +479,3 @@ def copies() -> None:
     assert len(calls) == 3
     for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
         assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
-
-
-def test_copies_of_a_model_do_not_share_it(spawn: Spawn) -> None:
-    spawn(copies, 2)

@@ -13,18 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from models import Case
-from reference import (
-    OPTIMIZERS,
-    Differences,
-    assert_within,
-    full_parameters,
-    global_batch,
-    make_mesh,
-    mean_over_ranks,
-    my_batch,
-    shard,
-    train,
-)
+from parity import compare_training
+from reference import Differences, assert_within, full_parameters, make_mesh, my_batch, shard
 from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
@@ -90,14 +80,7 @@ def compare(name: str, mesh_shape: tuple[int, ...], change: str) -> Differences:
     elif change == "convert":
         plain, model = plain.double(), model.double()
         case = dataclasses.replace(case, loss=in_double(case.loss))
-    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
-    differences = Differences()
-    mine = train(case, model, optimizers[1], (my_batch(case, step) for step in range(STEPS)))
-    others = train(case, plain, optimizers[0], (global_batch(case, step) for step in range(STEPS)))
-    for loss, expected in zip(mine, others, strict=True):
-        differences.note("loss", mean_over_ranks(loss), expected.double())
-        differences.note_grads(model, plain)
-    differences.note_parameters(model, plain)
+    differences = compare_training(case, model, plain, steps=STEPS)
     assert all(isinstance(param, ShardedTensor) for param in model.parameters())
     return differences
 

@@ -25,6 +25,7 @@ from shardkit import (
     init_device_mesh,
 )
 from shardkit._module.activation_checkpoint import CheckpointedForward
+from workers import on_ranks
 from wrapped_models import FeedForward, Stack
 
 if typing.TYPE_CHECKING:
@@ -201,14 +202,16 @@ def test_a_file_does_what_calls_do(spawn: Spawn, tmp_path: pathlib.Path, name: s
 # --- what ranks hold before ---------------------------------------------------------------------
 
 
-def optimizer_first(fields: Fields) -> bool:
+@pytest.mark.parametrize("version", [1, 2])
+@on_ranks(3)
+def test_values_come_from_rank_0_and_objects_stay(version: int) -> None:
     """An optimizer made before, a tie, ranks on meta but for the first: all as with one model."""
     torch.manual_seed(0)
     plain = Stack()
     plain.register_buffer("scale", torch.tensor([2.0, 3.0]), persistent=False)
     plain.register_buffer("count", torch.tensor([5.0]))
     plain.head.weight = plain.tokens.weight
-    config = from_config(fields)
+    config = from_config(fsdp(version))
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = Stack()
         model.register_buffer("scale", torch.tensor([0.0, 0.0]), persistent=False)
@@ -230,12 +233,6 @@ def optimizer_first(fields: Fields) -> bool:
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     torch.testing.assert_close(full_parameters(model), full_parameters(plain), rtol=0, atol=1e-6)
-    return True
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_values_come_from_rank_0_and_objects_stay(spawn: Spawn, version: int) -> None:
-    assert all(spawn(optimizer_first, 3, fsdp(version)))
 
 
 class Tables(nn.Module):
@@ -323,7 +320,8 @@ def test_without_fsdp_the_model_is_replicated(spawn: Spawn, precision: str) -> N
     assert spawn(replicated, 2, precision) == [("torch.float32", [""])] * 2
 
 
-def tensor_parallel() -> bool:
+@on_ranks(4)
+def test_tensor_parallelism_goes_before_sharding() -> None:
     """A model that is split over tp, then sharded, beside the plain one, on the same data."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -356,11 +354,6 @@ def tensor_parallel() -> bool:
         optimizer.step()
     # Sums are made in another order.
     torch.testing.assert_close(model(x[0]), plain(x[0]), rtol=1e-5, atol=1e-6)
-    return True
-
-
-def test_tensor_parallelism_goes_before_sharding(spawn: Spawn) -> None:
-    assert all(spawn(tensor_parallel, 4))
 
 
 # --- errors on ranks ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import typing
@@ -14,13 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from models import PARAMETER_SHAPES, Parameters
-from reference import Differences, assert_within, full, make_mesh
+from reference import Differences, assert_within, full, make_mesh, own_parts
 from shardkit import ShardedTensor, checkpoint, fully_shard
 from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from workers import Spawn
 
@@ -84,13 +87,21 @@ def tolerance_of(name: str, form: str) -> float:
 # --- steps --------------------------------------------------------------------------------------
 
 
-def shard_whole(model: nn.Module, mesh_shape: tuple[int, ...]) -> None:
-    fully_shard(model, make_mesh(mesh_shape))
+Sharder = typing.Callable[[nn.Module], object]
 
 
-def split_a_part(model: nn.Module) -> None:
-    """Split two parameters over two ranks each, before the rest is sharded over two."""
+def sharder_of(mesh_shape: tuple[int, ...] | None) -> Sharder:
+    """Return what shards models over one mesh, for to make a mesh takes longer than some steps.
+
+    With None it splits two parameters over two ranks each, before the rest is sharded over two.
+    """
+    if mesh_shape is not None:
+        return functools.partial(fully_shard, mesh=make_mesh(mesh_shape))
     mesh = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return functools.partial(split_a_part, mesh=mesh)
+
+
+def split_a_part(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, placement in (("matrix", Shard(0)), ("tall", Shard(1)), ("cube", Shard(1))):
         if hasattr(model, name):
             whole = getattr(model, name).detach()
@@ -125,7 +136,7 @@ class Trial:
         name: str,
         options: Options,
         way: str,
-        shard: Callable[[nn.Module], None],
+        shard: Sharder,
         shapes: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
         torch.manual_seed(0)
@@ -183,23 +194,18 @@ class Trial:
         return typing.cast("Tensor", loss)
 
     def differences(self) -> Differences:
+        """Compare what this rank has of the parameters."""
         found = Differences()
-        found.note_parameters(self.sharded, self.plain)
+        wholes = {name: param.detach() for name, param in self.plain.named_parameters()}
+        found.note_all("parameter", *own_parts(dict(self.sharded.named_parameters()), wholes))
         return found
 
 
 def try_all(mesh_shape: tuple[int, ...] | None, ways: Iterable[str], name: str) -> dict[str, float]:
-    """Return how far the parameters of each form are, made in each way; None: split a part."""
-    found = {}
+    """Return how far the parameters of each form are, made in each way."""
+    found, shard = {}, sharder_of(mesh_shape)
     for form, options in forms_of(name).items():
         for way in ways:
-
-            def shard(model: nn.Module) -> None:
-                if mesh_shape is None:
-                    split_a_part(model)
-                else:
-                    shard_whole(model, mesh_shape)
-
             trial = Trial(name, {**OPTIMIZERS[name], **options}, way, shard)
             trial.step(STEPS)
             found[f"{form}, {way}"] = trial.differences()["parameter"]
@@ -241,13 +247,7 @@ def test_each_trains_a_model_of_which_a_part_is_tensor_parallel(spawn: Spawn) ->
 @on_ranks(3)
 def test_lbfgs_on_one_vector(way: str) -> None:
     """What LBFGS keeps has the shape of its only parameter, and is no state of that."""
-    trial = Trial(
-        "LBFGS",
-        OPTIMIZERS["LBFGS"],
-        way,
-        lambda model: shard_whole(model, (3,)),
-        {"vector": (7,)},
-    )
+    trial = Trial("LBFGS", OPTIMIZERS["LBFGS"], way, sharder_of((3,)), {"vector": (7,)})
     trial.step(STEPS)
     assert_within([trial.differences()], parameter=0.0)
 
@@ -259,7 +259,7 @@ WHOLE_STATE = ("Adafactor", "LBFGS", "Muon")
 
 
 def trial_on(name: str, world_size: int, num_steps: int) -> Trial:
-    trial = Trial(name, OPTIMIZERS[name], "after", lambda model: shard_whole(model, (world_size,)))
+    trial = Trial(name, OPTIMIZERS[name], "after", sharder_of((world_size,)))
     trial.step(num_steps)
     return trial
 

@@ -33,8 +33,6 @@ from workers import on_ranks
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from workers import Spawn
-
 pytestmark = pytest.mark.helpers
 
 STEPS = 3
@@ -201,16 +199,24 @@ class MuonOfMatrices:
         self.inner.step()
 
 
-def step_each_matrix(shapes: list[tuple[int, ...]], path: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "shapes"), [(2, [(1, 2), (2, 1)]), (4, [(2, 2), (2, 2, 1)])], ids=["2", "2x2"]
+)
+@on_ranks("ranks")
+def test_muon_steps_each_matrix_of_a_stack(
+    ranks: int,  # noqa: ARG001 - for `on_ranks`
+    shapes: list[tuple[int, ...]],
+    tmp_path: typing.Any,
+) -> None:
     plain, model = make(shapes[0])
     wanted = MuonOfMatrices(halves(plain)[0])
     optimizer = MatrixOptimizer(halves(model)[0], torch.optim.Muon, stacks=True, lr=0.02)
     for step in range(2 * STEPS):
         if step == STEPS:  # Another object, on another mesh, goes on.
-            save(path, model, optimizer)
+            save(str(tmp_path / "checkpoint"), model, optimizer)
             _, model = make(shapes[1])
             optimizer = MatrixOptimizer(halves(model)[0], torch.optim.Muon, stacks=True, lr=0.02)
-            load(path, model, optimizer)
+            load(str(tmp_path / "checkpoint"), model, optimizer)
         loss_of(model, batches(step)[0]).backward()
         # Muon computes in bf16: only equal gradients have equal updates.
         for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
@@ -226,15 +232,6 @@ def step_each_matrix(shapes: list[tuple[int, ...]], path: str) -> None:
     parts = next(each for p, each in zip(wanted.params, wanted.parts, strict=True) if p is stack)
     for found, part in zip(shown, parts, strict=True):
         assert torch.equal(found, wanted.inner.state[part]["momentum_buffer"])
-
-
-@pytest.mark.parametrize(
-    ("ranks", "shapes"), [(2, [(1, 2), (2, 1)]), (4, [(2, 2), (2, 2, 1)])], ids=["2", "2x2"]
-)
-def test_muon_steps_each_matrix_of_a_stack(
-    spawn: Spawn, ranks: int, shapes: list[tuple[int, ...]], tmp_path: typing.Any
-) -> None:
-    spawn(step_each_matrix, ranks, shapes, str(tmp_path / "checkpoint"))
 
 
 # --- stacks that are stepped by matrix ------------------------------------------------------------
@@ -416,15 +413,12 @@ def test_state_is_stacked_where_it_is_shown_alone() -> None:
 # --- offload, compression, copies -----------------------------------------------------------------
 
 
-def offload() -> None:
+@on_ranks(4)
+def test_offload() -> None:
     plain, model = make(offload_policy=CPUOffloadPolicy())
     optimizers = [[torch.optim.AdamW(m.parameters(), lr=0.01)] for m in (plain, model)]
     train((plain, model), optimizers, range(STEPS))
     assert largest_difference(plain, model) < EXACT
-
-
-def test_offload(spawn: Spawn) -> None:
-    spawn(offload, 4)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "PowerSGD"])
@@ -449,7 +443,8 @@ def test_compression(kind: str) -> None:
     assert 0 < worst < (1e-5 if kind == "PowerSGD" else 2e-2), worst
 
 
-def copies() -> None:
+@on_ranks(4)
+def test_deep_copies_train_and_pickles_are_refused() -> None:
     plain, model = make()
     groups = [block.ep for block in model.blocks]
     for block in model.blocks:  # A process group has no copies.
@@ -464,10 +459,6 @@ def copies() -> None:
     train((plain, copied), optimizers, range(STEPS))
     assert largest_difference(plain, copied) < EXACT
     assert all(param.grad is None for param in model.parameters())
-
-
-def test_deep_copies_train_and_pickles_are_refused(spawn: Spawn) -> None:
-    spawn(copies, 4)
 
 
 @pytest.mark.parametrize("kind", ["model", "state dict"])

@@ -27,6 +27,7 @@ from torch.func import (
 from recording import recording_mesh
 from reference import Differences, assert_within, full, make_mesh
 from shardkit import MixedPrecisionPolicy, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -293,7 +294,10 @@ def test_what_is_given_stays_the_callers(spawn: Spawn, reshard_after_forward: bo
     assert spawn(values_given_twice, 2, reshard_after_forward) == [[True, True]] * 2
 
 
-def called_while_kept(num_given: int, is_changed: bool) -> Differences:
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("num_given", [1, 4])
+@on_ranks(2)
+def test_a_call_while_parameters_are_shown(num_given: int, is_changed: bool) -> None:
     """While a kept root shows unsharded parameters, which functional_call puts back."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
@@ -315,16 +319,7 @@ def called_while_kept(num_given: int, is_changed: bool) -> Differences:
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
     assert model.memory_stats()["unsharded_nbytes"] == 0
-    return differences
-
-
-@pytest.mark.parametrize("is_changed", [False, True])
-@pytest.mark.parametrize("num_given", [1, 4])
-def test_a_call_while_parameters_are_shown(
-    spawn: Spawn, num_given: int, *, is_changed: bool
-) -> None:
-    by_rank = spawn(called_while_kept, 2, num_given, is_changed)
-    assert_within(by_rank, grad=TOLERANCE, parameter=TOLERANCE)
+    assert_within([differences], grad=TOLERANCE, parameter=TOLERANCE)
 
 
 def half() -> tuple[torch.dtype, float]:

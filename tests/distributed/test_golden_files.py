@@ -80,12 +80,6 @@ def load_checkpoint() -> None:
     check_optimizer(optimizer)
 
 
-def load_full() -> None:
-    model = make()
-    shardkit_checkpoint.load_full(GOLDEN / "full.pt", model)
-    check_model(model)
-
-
 @on_ranks(2)
 def test_state_dicts_load() -> None:
     model = make()
@@ -115,5 +109,8 @@ def test_files_of_single_ranks_load() -> None:
     check_optimizer(optimizer)
 
 
-def test_whole_tensors_load(spawn: Spawn) -> None:
-    spawn(load_full, 2)
+@on_ranks(2)
+def test_whole_tensors_load() -> None:
+    model = make()
+    shardkit_checkpoint.load_full(GOLDEN / "full.pt", model)
+    check_model(model)

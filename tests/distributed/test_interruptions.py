@@ -15,8 +15,7 @@ from allocated import all_read_directly
 from models import CASES, MLP, Case, regression_batch, squared_error
 from parity import compare_training, in_turns
 from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
+    TRAINED,
     Differences,
     assert_each_within,
     make_mesh,
@@ -157,7 +156,7 @@ def test_training_goes_on_after_an_exception_anywhere(spawn: Spawn, place: str) 
     turns = in_turns(PLACES, [True, False, None], list(EXCEPTIONS))
     choices = {f"{how}, {what}": (how, what) for where, how, what in turns if where == place}
     found = spawn_each(spawn, choices, train_interrupted, 2, place)
-    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_each_within(found, **TRAINED)
 
 
 # --- caught inside of the model -------------------------------------------------------------------
@@ -206,7 +205,7 @@ def train_forgiving(reshard_after_forward: bool | None) -> Differences:
 
 def test_a_model_may_catch_what_a_layer_raises(spawn: Spawn) -> None:
     found = spawn_each(spawn, MODES, train_forgiving, 2)
-    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_each_within(found, **TRAINED)
 
 
 def memory_after_an_exception() -> tuple[int, int]:

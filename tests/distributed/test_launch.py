@@ -11,7 +11,8 @@ import typing
 import launched_training
 import pytest
 
-from launching import ASK_SOON
+from launching import ASK_SOON, start_ranks
+from shardkit.launch import worker
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -48,16 +49,20 @@ def losses_of(output: str) -> dict[tuple[str, str], set[str]]:
 
 def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: pathlib.Path) -> None:
     """The same script, unchanged, is sharded by shardkit."""
-    whole = launch(tmp_path / "whole", "--install")
+    in_a_rank = (worker.__file__, "--install", SCRIPT, "nothing", str(tmp_path / "whole"))
+    ranks = start_ranks(in_a_rank, 2, limit_s=LIMIT_S, TORCHELASTIC_RESTART_COUNT="0")
     killed = launch(tmp_path / "killed", "--install", "--max-restarts", "1", what="kill")
-    assert whole.returncode == killed.returncode == 0, whole.stderr + killed.stderr
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert killed.returncode == 0, killed.stderr
     assert "[rank 1] rank 1 begins at 3, attempt 1" in killed.stdout
     assert "[rank 0] shardkit launch: restart 1 of 1, with 2 ranks" in killed.stderr
-    expected = losses_of(whole.stdout)
+    whole = [f"[rank {i}] {line}" for i, r in enumerate(ranks) for line in r.output.splitlines()]
+    expected = losses_of("\n".join(whole))
     assert len(expected) == 2 * launched_training.STEPS
     assert losses_of(killed.stdout) == expected
-    assert "shardkit._module.fsdp_module" in whole.stdout
-    assert whole.stderr.count("shardkit is in the place of FSDP2") == 1
+    assert "shardkit._module.fsdp_module" in killed.stdout
+    attempts = killed.stderr.split("restart 1 of 1")
+    assert [each.count("shardkit is in the place of FSDP2") for each in attempts] == [1, 1]
 
 
 def test_the_first_failing_rank_comes_last(tmp_path: pathlib.Path) -> None:

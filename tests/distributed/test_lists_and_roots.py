@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import CASES
+from models import CASES, Case
 from parity import Ranks, compare_training, on_meshes
 from reference import (
-    LOSS_TOLERANCE,
     STEPS,
+    TRAINED,
     Differences,
     assert_each_within,
     assert_within,
     global_batch,
     make_mesh,
-    mean_over_ranks,
     my_batch,
     shard,
     step_all,
@@ -43,9 +42,6 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 TOLERANCE = 1e-6
-
-
-TRAINED = {"loss": LOSS_TOLERANCE, "grad": TOLERANCE, "parameter": TOLERANCE}
 
 
 def check(by_rank: Sequence[Differences]) -> None:
@@ -94,19 +90,6 @@ def test_a_list_needs_no_root(run: Run) -> None:
     assert_each_within(run.each(choices, train_without_a_root), **TRAINED)
 
 
-def train_half_of_a_list_in_a_root() -> Differences:
-    """One module of a list is in a root, the other is called after it, by itself."""
-    case = CASES["mlp"]
-    reference = case.make()
-    model = copy.deepcopy(reference)
-    first, second, third = model.layers
-    mesh = make_mesh((dist.get_world_size(),))
-    fully_shard([first, third], mesh)
-    body = fully_shard(nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), mesh)
-    model.forward = lambda x: third(body(x))
-    return compare_training(case, model, reference)
-
-
 def train_list_with_a_frozen_layer(ranks: Ranks) -> Differences:
     reference = CASES["mlp"].make()
     model, mesh = ranks.put(reference), ranks.mesh
@@ -124,8 +107,18 @@ def test_a_list_whose_first_layer_is_frozen(run: Run) -> None:
     check(run(train_list_with_a_frozen_layer))
 
 
-def test_a_list_may_lie_half_in_a_root(spawn: Spawn) -> None:
-    check(spawn(train_half_of_a_list_in_a_root, 2))
+@on_ranks(2)
+def test_a_list_may_lie_half_in_a_root() -> None:
+    """One module of a list is in a root, the other is called after it, by itself."""
+    case = CASES["mlp"]
+    reference = case.make()
+    model = copy.deepcopy(reference)
+    first, second, third = model.layers
+    mesh = make_mesh((dist.get_world_size(),))
+    fully_shard([first, third], mesh)
+    body = fully_shard(nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), mesh)
+    model.forward = lambda x: third(body(x))
+    check([compare_training(case, model, reference)])
 
 
 # --- unsharded by hand before anything ran ------------------------------------------------------
@@ -221,7 +214,16 @@ class Chunked(nn.Module):
         return sum(self.head(chunk).square().sum() for chunk in hidden.chunk(2)) / len(x)
 
 
-def train_chunks() -> Differences:
+CHUNKED = Case(
+    Chunked,
+    lambda model: [model.body],
+    lambda generator: (torch.randn(4, 7, generator=generator), torch.empty(4)),
+    lambda model, batch: model.loss(batch[0]),
+)
+
+
+@on_ranks(2)
+def test_a_head_that_runs_alone_in_chunks() -> None:
     torch.manual_seed(3)
     reference = Chunked()
     model = copy.deepcopy(reference)
@@ -229,26 +231,7 @@ def train_chunks() -> Differences:
     fully_shard(model.body, mesh)
     fully_shard([model.norm, model.head], mesh)
     fully_shard(model, mesh)
-    differences = Differences()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, reference)]
-    for step in range(STEPS):
-        parts = [
-            torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
-            for rank in range(dist.get_world_size())
-        ]
-        loss = model.loss(parts[dist.get_rank()])
-        loss.backward()
-        expected = reference.loss(torch.cat(parts))
-        expected.backward()
-        differences.note("loss", mean_over_ranks(loss), expected.detach().double())
-        differences.note_grads(model, reference)
-        step_all(optimizers)
-    differences.note_parameters(model, reference)
-    return differences
-
-
-def test_a_head_that_runs_alone_in_chunks(spawn: Spawn) -> None:
-    check(spawn(train_chunks, 2))
+    check([compare_training(CHUNKED, model, reference)])
 
 
 # --- containers with a forward of their own -----------------------------------------------------
@@ -434,7 +417,9 @@ def boom(*_: typing.Any) -> None:
     raise BoomError
 
 
-def fail_and_reset(where: str) -> Differences:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_reset_iter_state_gives_the_memory_back_at_once(where: str) -> None:
     case = CASES["mlp"]
     reference = case.make()
     model = shard(case, copy.deepcopy(reference), make_mesh((dist.get_world_size(),)))
@@ -452,9 +437,4 @@ def fail_and_reset(where: str) -> Differences:
     model.reset_iter_state()
     assert model.memory_stats()["unsharded_nbytes"] == 0
     model.zero_grad()
-    return compare_training(CASES["mlp"], model, reference)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_reset_iter_state_gives_the_memory_back_at_once(spawn: Spawn, where: str) -> None:
-    check(spawn(fail_and_reset, 2, where))
+    check([compare_training(CASES["mlp"], model, reference)])

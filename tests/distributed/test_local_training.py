@@ -308,7 +308,8 @@ def test_what_is_written_to_the_state_counts() -> None:
     assert_equal(models, optimizers)
 
 
-def scale() -> None:
+@on_ranks(2)
+def test_gradient_scalers() -> None:
     models = two_models("mlp", (2,))
     optimizers = [direct(models[0].parameters()), local(models[1].parameters())]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
@@ -323,7 +324,3 @@ def scale() -> None:
     assert scalers[0].get_scale() == scalers[1].get_scale()
     assert_equal(models, optimizers)
     assert all(float(e["step"]) == 4 for e in optimizers[1].state_dict()["state"].values())
-
-
-def test_gradient_scalers(spawn: Spawn) -> None:
-    spawn(scale, 2)

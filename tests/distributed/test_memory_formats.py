@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from models import Case, cross_entropy, image_batch, regression_batch, squared_error
 from parity import compare_training
 from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
-    Differences,
+    TRAINED,
     assert_within,
     full_parameters,
     make_mesh,
     shard,
 )
 from shardkit import ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from models import Batch
@@ -70,9 +69,13 @@ CASES: dict[str, Case] = {
 }
 
 
-def train_formats(
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks("mesh_shape")
+def test_parameters_that_are_not_contiguous(
     name: str, mesh_shape: tuple[int, ...], reshard_after_forward: bool | None
-) -> Differences:
+) -> None:
     case = CASES[name]
     plain = case.make()
     assert any(not param.is_contiguous() for param in plain.parameters())
@@ -82,17 +85,7 @@ def train_formats(
     whole = full_parameters(model)
     assert all(torch.equal(whole[name], value) for name, value in values.items())
     assert all(param.is_contiguous() for param in model.parameters())
-    return compare_training(case, model, plain)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,)], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_parameters_that_are_not_contiguous(
-    spawn: Spawn, name: str, mesh_shape: tuple[int, ...], reshard_after_forward: bool | None
-) -> None:
-    found = spawn(train_formats, mesh_shape[0], name, mesh_shape, reshard_after_forward)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within([compare_training(case, model, plain)], **TRAINED)
 
 
 def gradients_from_before() -> tuple[bool, bool]:
@@ -144,7 +137,8 @@ def test_whole_tensors_of_any_format_are_loaded_by_value(spawn: Spawn) -> None:
     assert spawn(load_and_copy, 2) == [[True] * 12] * 2
 
 
-def later_channels_last() -> Differences:
+@on_ranks(2)
+def test_a_format_asked_for_after_sharding() -> None:
     """``.to(memory_format=...)`` after sharding changes nothing: a piece has no format."""
     case = CASES["channels_last"]
     plain = case.make()
@@ -154,9 +148,7 @@ def later_channels_last() -> Differences:
         model.to(memory_format=torch.channels_last)
         return case.loss(model, batch)
 
-    return compare_training(Case(case.make, case.groups, case.batch, loss), model, plain, steps=3)
-
-
-def test_a_format_asked_for_after_sharding(spawn: Spawn) -> None:
-    found = spawn(later_channels_last, 2)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(
+        [compare_training(Case(case.make, case.groups, case.batch, loss), model, plain, steps=3)],
+        **TRAINED,
+    )

@@ -13,7 +13,6 @@ from models import GPT, Case, cross_entropy, token_batch
 from parity import compare_training
 from reference import (
     LOSS_TOLERANCE,
-    Differences,
     assert_within,
     make_mesh,
     my_batch,
@@ -21,6 +20,7 @@ from reference import (
     shard,
 )
 from shardkit import register_fsdp_forward_method
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from models import Batch
@@ -81,22 +81,19 @@ def make_scored(
     return model, plain
 
 
-def train_by_a_method(
-    mesh_shape: tuple[int, ...], reshard_after_forward: bool | None
-) -> Differences:
-    model, plain = make_scored(mesh_shape, reshard_after_forward=reshard_after_forward)
-    return compare_training(CASE, model, plain)
-
-
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@on_ranks("mesh_shape")
 def test_a_loss_that_is_a_method_trains_as_in_plain_training(
-    spawn: Spawn, mesh_shape: tuple[int, ...], reshard_after_forward: bool | None
+    mesh_shape: tuple[int, ...], reshard_after_forward: bool | None
 ) -> None:
-    found = spawn(
-        train_by_a_method, torch.Size(mesh_shape).numel(), mesh_shape, reshard_after_forward
+    model, plain = make_scored(mesh_shape, reshard_after_forward=reshard_after_forward)
+    assert_within(
+        [compare_training(CASE, model, plain)],
+        loss=LOSS_TOLERANCE,
+        grad=TOLERANCE,
+        parameter=TOLERANCE,
     )
-    assert_within(found, loss=LOSS_TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
 
 
 def generate_between_steps(reshard_after_forward: bool | None) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import typing
 
@@ -24,6 +25,7 @@ from reference import (
     whole_and_sharded,
 )
 from shardkit import ShardedTensor, fully_shard
+from shardkit.optim import LocalOptimizer
 from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
@@ -104,6 +106,8 @@ LOOPS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
 # element's result depends on its position: plain torch on pieces of a tensor differs from plain
 # torch on the whole by as much.
 FUSED_TOLERANCE = 1e-6
+FUSED_TOLERANCES = {"grad": 0.0, "parameter": FUSED_TOLERANCE, "state": FUSED_TOLERANCE}
+EXACT = {"grad": 0.0, "parameter": 0.0, "state": 0.0}
 
 
 def give_gradients(plain: Parameters, sharded: nn.Module, generator: torch.Generator) -> None:
@@ -118,19 +122,56 @@ def take_steps(
     extra: dict[str, typing.Any],
     kind: tuple[type[torch.optim.Optimizer], dict[str, typing.Any]],
 ) -> Differences:
-    """Step whole and sharded parameters, given the same gradients."""
+    """Step whole and sharded parameters, given the same gradients; compare state as well.
+
+    With ``local`` among the options a `LocalOptimizer` steps the sharded ones. With ``before`` they
+    are sharded after so many steps.
+    """
     optimizer_class, options = kind[0], {**kind[1], **extra}
-    plain, sharded = whole_and_sharded(mesh_shape)
-    optimizers = [optimizer_class(model.parameters(), **options) for model in (plain, sharded)]
+    first = options.pop("before", None)
+    plain = Parameters()
+    sharded = copy.deepcopy(plain)
+    if first is None:
+        fully_shard(sharded, make_mesh(mesh_shape))
+    if options.pop("local", False):
+        of_sharded: typing.Any = functools.partial(LocalOptimizer, optimizer_class=optimizer_class)
+    else:
+        of_sharded = optimizer_class
+    optimizers = [
+        optimizer_class(plain.parameters(), **options),
+        of_sharded(sharded.parameters(), **options),
+    ]
     generator = torch.Generator()
     differences = Differences()
-    for _ in range(STEPS):
+    for step in range((first or 0) + STEPS):
+        if step == first:
+            fully_shard(sharded, make_mesh(mesh_shape))
         give_gradients(plain, sharded, generator)
-        differences.note_grads(sharded, plain)
+        if step >= (first or 0):
+            differences.note_grads(sharded, plain)
         step_all(optimizers)
     differences.note_parameters(sharded, plain)
     check_state_is_sharded(optimizers[1])
+    note_state(differences, optimizers[1], optimizers[0])
     return differences
+
+
+def note_state(
+    differences: Differences, actual: torch.optim.Optimizer, expected: torch.optim.Optimizer
+) -> None:
+    """Compare state dicts. Collective."""
+    differences["state"] = 0.0
+    found, wanted = actual.state_dict(), expected.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for number, entries in wanted["state"].items():
+        assert found["state"][number].keys() == entries.keys()
+        for name, value in entries.items():
+            have = found["state"][number][name]
+            if isinstance(have, ShardedTensor):
+                differences.note("state", have.full_tensor(), value, name)
+            else:
+                assert have == value, name
 
 
 def check_state_is_sharded(optimizer: torch.optim.Optimizer) -> None:
@@ -145,22 +186,58 @@ def check_state_is_sharded(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("form", LOOPS)
 def test_pointwise_optimizers_are_exact(spawn: Spawn, form: str) -> None:
     found = spawn_each(spawn, OPTIMIZERS, take_steps, 4, (4,), LOOPS[form])
-    assert_each_within(found, grad=0.0, parameter=0.0)
+    assert_each_within(found, **EXACT)
 
 
 def test_fused_optimizers_round_as_in_plain_torch(spawn: Spawn) -> None:
     kinds = {name: OPTIMIZERS[name] for name in FUSED}
     found = spawn_each(spawn, kinds, take_steps, 4, (4,), {"fused": True})
-    assert_each_within(found, grad=0.0, parameter=FUSED_TOLERANCE)
+    assert_each_within(found, **FUSED_TOLERANCES)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
 def test_an_optimizer_written_by_hand_is_exact(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
-    assert_within(
-        spawn(take_steps, math.prod(mesh_shape), mesh_shape, {}, (Lion, {})),
-        grad=0.0,
-        parameter=0.0,
-    )
+    found = spawn(take_steps, math.prod(mesh_shape), mesh_shape, {}, (Lion, {}))
+    assert_within(found, **EXACT)
+
+
+# --- LocalOptimizer -------------------------------------------------------------------------------
+
+ELEMENTWISE = {
+    **OPTIMIZERS,
+    "SGD plain": (torch.optim.SGD, {"lr": 0.1}),
+    "Adagrad filled": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+}
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize("form", LOOPS)
+def test_elementwise_classes_are_exact_in_a_local_optimizer(spawn: Spawn, form: str) -> None:
+    extra = {"local": True, **LOOPS[form]}
+    assert_each_within(spawn_each(spawn, ELEMENTWISE, take_steps, 4, (4,), extra), **EXACT)
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+def test_local_optimizers_on_every_mesh(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    kinds = {name: OPTIMIZERS[name] for name in ("SGD", "AdamW amsgrad", "NAdam")}
+    world_size = math.prod(mesh_shape)
+    found = spawn_each(spawn, kinds, take_steps, world_size, mesh_shape, {"local": True})
+    # A third of the sum of three equal gradients is not always that gradient.
+    tolerance = 1e-6 if mesh_shape == (3,) else 0.0
+    assert_each_within(found, grad=tolerance, parameter=tolerance, state=tolerance)
+
+
+@pytest.mark.helpers
+def test_fused_kernels_in_a_local_optimizer(spawn: Spawn) -> None:
+    kinds = {name: OPTIMIZERS[name] for name in FUSED}
+    found = spawn_each(spawn, kinds, take_steps, 4, (4,), {"local": True, "fused": True})
+    assert_each_within(found, **FUSED_TOLERANCES)
+
+
+# --- more kinds of parameters and optimizers ------------------------------------------------------
 
 
 class TwoAlike(Parameters):
@@ -405,48 +482,13 @@ def test_norms_that_are_not_finite_raise_if_asked_for(spawn: Spawn) -> None:
         assert norm == math.inf
 
 
-def take_steps_before_and_after(
-    mesh_shape: tuple[int, ...],
-    optimizer_class: type[torch.optim.Optimizer],
-    options: dict[str, typing.Any],
-    steps_before: int,
-) -> Differences:
-    """Shard parameters whose optimizer has state already; go on beside the plain ones."""
-    plain = Parameters()
-    sharded = copy.deepcopy(plain)
-    models = (plain, sharded)
-    optimizers = [optimizer_class(model.parameters(), **options) for model in models]
-    generator = torch.Generator()
-    differences = Differences()
-    for step in range(steps_before + STEPS):
-        if step == steps_before:
-            fully_shard(sharded, make_mesh(mesh_shape))
-        slopes = plain.draw_slopes(generator)
-        for model in models:
-            model(slopes).backward()
-        if step >= steps_before:
-            differences.note_grads(sharded, plain)
-        step_all(optimizers)
-    differences.note_parameters(sharded, plain)
-    check_state_is_sharded(optimizers[1])
-    return differences
-
-
-@pytest.mark.parametrize(
-    ("name", "form", "steps_before"),
-    [
-        *((name, "foreach", 2) for name in OPTIMIZERS),
-        *((name, "for-loop", steps) for name in ("Adagrad", "AdamW amsgrad") for steps in (0, 2)),
-        ("Adagrad", "foreach", 0),
-    ],
-)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("form", LOOPS)
 def test_an_optimizer_may_have_state_before_its_parameters_are_sharded(
-    spawn: Spawn, name: str, form: str, steps_before: int
+    spawn: Spawn, form: str, steps: int
 ) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
-    options = {**options, **LOOPS[form]}
-    found = spawn(take_steps_before_and_after, 4, (2, 2), optimizer_class, options, steps_before)
-    assert_within(found, grad=0.0, parameter=0.0)
+    extra = {"before": steps, **LOOPS[form]}
+    assert_each_within(spawn_each(spawn, OPTIMIZERS, take_steps, 4, (2, 2), extra), **EXACT)
 
 
 @on_ranks(2)

@@ -62,7 +62,9 @@ def compared(models: list[Parameters]) -> Differences:
 # --- when it is cut -----------------------------------------------------------------------------
 
 
-def shard_between_backward_and_step(world_size: int) -> Differences:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks("world_size")
+def test_a_step_right_after_fully_shard_finds_its_state(world_size: int) -> None:
     models, optimizers = start(lambda params: torch.optim.AdamW(params, lr=1e-2))
     generator = torch.Generator()
     step(models, optimizers, generator)
@@ -74,13 +76,7 @@ def shard_between_backward_and_step(world_size: int) -> Differences:
     kinds = {type(state["exp_avg"]) for state in optimizers[1].state.values()}
     assert kinds == {ShardedTensor}
     step(models, optimizers, generator)
-    return compared(models)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_step_right_after_fully_shard_finds_its_state(spawn: Spawn, world_size: int) -> None:
-    found = spawn(shard_between_backward_and_step, world_size, world_size)
-    assert_within(found, parameter=EXACT)
+    assert_within([compared(models)], parameter=EXACT)
 
 
 @on_ranks(2)

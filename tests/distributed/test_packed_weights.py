@@ -65,10 +65,6 @@ def test_adapters_train_as_in_plain_training(
     assert_within(found, loss=TOLERANCE, grad=tolerance, parameter=tolerance)
 
 
-def train_with(kind: str, options: dict[str, typing.Any]) -> Differences:
-    return train(kind, (4,), "sgd", 24, **options)
-
-
 @pytest.mark.parametrize("kind", ["wrapper", "8 bit"])
 @pytest.mark.parametrize(
     "options",
@@ -79,11 +75,14 @@ def train_with(kind: str, options: dict[str, typing.Any]) -> Differences:
     ],
     ids=["kept", "partly kept", "offload"],
 )
-def test_options_make_no_difference(
-    spawn: Spawn, kind: str, options: dict[str, typing.Any]
-) -> None:
-    found = spawn(train_with, 4, kind, options)
-    assert_within(found, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+@on_ranks(4)
+def test_options_make_no_difference(kind: str, options: dict[str, typing.Any]) -> None:
+    assert_within(
+        [train(kind, (4,), "sgd", 24, **options)],
+        loss=TOLERANCE,
+        grad=TOLERANCE,
+        parameter=TOLERANCE,
+    )
 
 
 def train_few_elements() -> Differences:
@@ -279,7 +278,10 @@ def write_to_parts(kind: str, module: typing.Any, args: object) -> None:
     WRITES[kind](module.weight)
 
 
-def train_written(kind: str, mesh_shape: tuple[int, ...]) -> Differences:
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", WRITES)
+@on_ranks("mesh_shape")
+def test_what_a_forward_writes_to_parts_is_kept(kind: str, mesh_shape: tuple[int, ...]) -> None:
     """A forward changes parts of its quantized weight."""
     case = quantized_case(kind, 24)
     plain, model = case.make(), case.make()
@@ -287,13 +289,9 @@ def train_written(kind: str, mesh_shape: tuple[int, ...]) -> Differences:
         for block in each.blocks:
             block.base.register_forward_pre_hook(functools.partial(write_to_parts, kind))
     shard(case, model, make_mesh(mesh_shape))
-    return compare_training(case, model, plain, "sgd")
-
-
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("kind", WRITES)
-def test_what_a_forward_writes_to_parts_is_kept(
-    spawn: Spawn, kind: str, mesh_shape: tuple[int, ...]
-) -> None:
-    found = spawn(train_written, math.prod(mesh_shape), kind, mesh_shape)
-    assert_within(found, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+    assert_within(
+        [compare_training(case, model, plain, "sgd")],
+        loss=TOLERANCE,
+        grad=TOLERANCE,
+        parameter=TOLERANCE,
+    )

@@ -18,10 +18,9 @@ from reference import (
     assert_within,
     global_batch,
     make_mesh,
-    mean_over_ranks,
     my_batch,
     shard,
-    train,
+    step_batches,
 )
 from shardkit import fully_shard
 from workers import on_ranks
@@ -84,36 +83,28 @@ CHANGES: dict[str, list[Callable[[nn.Module, Case], Case]]] = {
 }
 
 
-def change_between_steps(name: str, changes: str, mesh_shape: tuple[int, ...]) -> Differences:
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@on_ranks(2)
+def test_training_goes_on_as_that_of_the_plain_model(name: str, changes: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     plain = case.make()
-    model = shard(case, copy.deepcopy(plain), make_mesh(mesh_shape))
+    model = shard(case, copy.deepcopy(plain), make_mesh((2,)))
     names = [key for key, _ in plain.named_parameters()]
     objects = list(model.parameters())
-    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
+    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (model, plain)]
     differences = Differences()
     for round_number, change in enumerate(CHANGES[changes]):
         changed = change(plain, case)
         change(model, case)
         case = changed
         steps = range(2 * round_number, 2 * round_number + 2)
-        mine = train(case, model, optimizers[1], [my_batch(case, step) for step in steps])
-        others = train(case, plain, optimizers[0], [global_batch(case, step) for step in steps])
-        for loss, expected in zip(mine, others, strict=True):
-            differences.note("loss", mean_over_ranks(loss), expected.double())
-            differences.note_grads(model, plain)
+        differences.note_training(case, (model, plain), optimizers, step_batches(case, steps))
         assert [key for key, _ in model.named_parameters()] == names
         assert list(map(id, model.parameters())) == list(map(id, objects))
     differences.note_parameters(model, plain)
-    return differences
-
-
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
-def test_training_goes_on_as_that_of_the_plain_model(spawn: Spawn, name: str, changes: str) -> None:
-    by_rank = spawn(change_between_steps, 2, name, changes, (2,))
-    assert_within(by_rank, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+    assert_within([differences], loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
 
 
 def numbers(mesh_shape: tuple[int, ...]) -> list[tuple[float, float]]:

@@ -25,10 +25,10 @@ from parity_cases import (
     train_sharded,
 )
 from reference import (
-    LOSS_TOLERANCE,
     OPTIMIZERS,
     SGD_TOLERANCE,
     STEPS,
+    TRAINED,
     Differences,
     assert_within,
     full_parameters,
@@ -36,10 +36,10 @@ from reference import (
     train,
 )
 from shardkit import ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from parity import Run
-    from workers import Spawn
 
 MESHES = ((2,), (4,), (2, 2))
 
@@ -93,27 +93,20 @@ def train_one_group(ranks: Ranks, name: str) -> Differences:
 
 @on_meshes((2,))
 def test_one_group_on_the_default_mesh(run: Run) -> None:
-    assert_within(
-        run(train_one_group, "gpt"),
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within(run(train_one_group, "gpt"), **TRAINED)
 
 
-def train_on_a_mesh_of_torch(mesh_shape: tuple[int, ...]) -> Differences:
+@pytest.mark.parametrize("mesh_shape", MESHES[1:], ids=str)
+@on_ranks(4)
+def test_a_mesh_of_torch_is_accepted(mesh_shape: tuple[int, ...]) -> None:
     case = CASES["mlp"]
     reference = case.make()
     mesh = dist.init_device_mesh(
         "cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :]
     )
-    return compare_training(case, shard(case, copy.deepcopy(reference), mesh), reference)
-
-
-@pytest.mark.parametrize("mesh_shape", MESHES[1:], ids=str)
-def test_a_mesh_of_torch_is_accepted(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
-    found = spawn(train_on_a_mesh_of_torch, 4, mesh_shape)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(
+        [compare_training(case, shard(case, copy.deepcopy(reference), mesh), reference)], **TRAINED
+    )
 
 
 def train_while_switching_reshard(ranks: Ranks) -> Differences:
@@ -250,6 +243,4 @@ def load_and_train(ranks: Ranks) -> Differences:
 
 @on_meshes((2,), (2, 2), xla=[(4,)])
 def test_a_state_dict_is_loaded_and_trained_on(run: Run) -> None:
-    assert_within(
-        run(load_and_train), loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE
-    )
+    assert_within(run(load_and_train), **TRAINED)

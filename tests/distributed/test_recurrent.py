@@ -17,6 +17,7 @@ from parity import compare_training, in_turns
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
+    TRAINED,
     Differences,
     assert_each_within,
     assert_within,
@@ -107,7 +108,7 @@ def test_recurrent_layers_train_as_plain_ones(spawn: Spawn, kind: str) -> None:
         if each == kind
     }
     found = spawn_each(spawn, choices, train_recurrent, 2, kind)
-    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_each_within(found, **TRAINED)
 
 
 class RecurrentRoot(nn.LSTM):
@@ -142,7 +143,10 @@ def test_a_recurrent_root() -> None:
     )
 
 
-def train_a_copy(where: str, trained_before: bool) -> Differences:
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("where", GROUPS)
+@on_ranks(2)
+def test_a_copy_of_a_recurrent_model_trains_by_itself(where: str, trained_before: bool) -> None:
     case = Case(
         lambda: Recurrent("lstm", packed=True), GROUPS[where], sequence_batch, squared_error
     )
@@ -160,16 +164,9 @@ def train_a_copy(where: str, trained_before: bool) -> Differences:
     differences = compare_training(case, duplicate, plain, steps=3)
     assert_weights_agree(duplicate.rnn, sharded=True)
     differences.note_parameters(model, before)  # Training the copy did not change the original.
-    return differences
-
-
-@pytest.mark.parametrize("trained_before", [False, True])
-@pytest.mark.parametrize("where", GROUPS)
-def test_a_copy_of_a_recurrent_model_trains_by_itself(
-    spawn: Spawn, where: str, trained_before: bool
-) -> None:
-    found = spawn(train_a_copy, 2, where, trained_before)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=10 * SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(
+        [differences], loss=LOSS_TOLERANCE, grad=10 * SGD_TOLERANCE, parameter=SGD_TOLERANCE
+    )
 
 
 def load_and_convert() -> list[bool]:

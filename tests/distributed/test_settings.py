@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from models import CASES
 from parity import Ranks, compare_training, on_meshes
 from reference import (
-    LOSS_TOLERANCE,
     STEPS,
+    TRAINED,
     Differences,
     assert_each_within,
     assert_within,
@@ -40,9 +40,6 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 TOLERANCE = 1e-6
-
-
-TRAINED = {"loss": LOSS_TOLERANCE, "grad": TOLERANCE, "parameter": TOLERANCE}
 
 
 # --- what leaves the numbers as they are --------------------------------------------------------

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from models import CASES, SEQUENCE, VOCABULARY, Case, cross_entropy, token_batch
 from parity import compare_training
-from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, my_batch, shard
+from reference import (
+    TRAINED,
+    Differences,
+    assert_within,
+    my_batch,
+    shard,
+)
 from shardkit import StateError, fully_shard
 from workers import on_ranks
 
@@ -107,12 +113,7 @@ def test_training_goes_on_after_a_refused_gradient(reshard_after_forward: bool |
     model.sparse = False
     for parameter in parameters:
         parameter.grad = None
-    assert_within(
-        [compare_training(SPARSE, model, plain)],
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within([compare_training(SPARSE, model, plain)], **TRAINED)
 
 
 class Frozen(nn.Module):

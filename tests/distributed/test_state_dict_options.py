@@ -119,10 +119,17 @@ FLAGS = (
 )
 
 
-def copy_over(source: Made, target: Made) -> None:
-    """Give a model and its optimizer the values of another one's, whoever has sharded them."""
+Values = tuple[dict[str, typing.Any], dict[str, typing.Any]]
+
+
+def values_of(source: Made) -> Values:
+    """Return the whole states of a model and its optimizer, whoever has sharded them."""
+    return of_torch.get_state_dict(*source, options=StateDictOptions(full_state_dict=True))
+
+
+def set_values(target: Made, values: Values) -> None:
+    model, optim = copy.deepcopy(values)  # Optimizers keep what they are given.
     options = StateDictOptions(full_state_dict=True)
-    model, optim = of_torch.get_state_dict(*source, options=options)
     of_torch.set_state_dict(
         *target, model_state_dict=model, optim_state_dict=optim, options=options
     )
@@ -131,7 +138,7 @@ def copy_over(source: Made, target: Made) -> None:
 def twins(mesh_shape: tuple[int, ...], seed: int) -> tuple[Made, Made]:
     """Return what FSDP2 has sharded and what shardkit has, of equal values."""
     theirs, ours = make("FSDP2", mesh_shape, seed), make("shardkit", mesh_shape, seed + 1)
-    copy_over(theirs, ours)
+    set_values(ours, values_of(theirs))
     return theirs, ours
 
 
@@ -270,13 +277,13 @@ def test_options_of_a_scheduler_are_sent_to_all_ranks() -> None:
 @on_ranks("mesh_shape")
 def test_each_option_sets_the_same(mesh_shape: tuple[int, ...]) -> None:
     theirs, ours = twins(mesh_shape, 0)
-    before, _ = twins(mesh_shape, 7)
+    before = values_of(make("FSDP2", mesh_shape, 7))
     their_target, our_target = twins(mesh_shape, 3)
     for case in CASES:
-        copy_over(before, their_target)
+        set_values(their_target, before)
         wanted, told = set_and_look(of_torch, case, theirs, their_target)
         for functions in FUNCTIONS.values():
-            copy_over(before, our_target)
+            set_values(our_target, before)
             with shardkit.install():
                 found, told_here = set_and_look(functions, case, ours, our_target)
             assert_same([case, found], [case, wanted])

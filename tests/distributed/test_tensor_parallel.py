@@ -15,14 +15,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from models import WIDTHS, cross_entropy
-from parallel_models import CASES, MLP, batches_of, make, make_meshes, mlp_plan, parallelize
+from parallel_models import (
+    CASES,
+    MLP,
+    OPTIMIZERS,
+    batches_of,
+    make,
+    make_meshes,
+    mlp_plan,
+    parallelize,
+)
 from reference import (
     Differences,
     assert_each_within,
     assert_within,
     full_grads,
-    mean_over_ranks,
-    train,
 )
 from shardkit import (
     MixedPrecisionPolicy,
@@ -45,13 +52,6 @@ NAMES = {name: name for name in CASES}
 # The last axis is tensor-parallel; the first of three replicates.
 MESHES = ((2, 2), (1, 4), (4, 1), (2, 1, 2), (1, 2, 2))
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
-    "adamw for-loop": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=False),
-    "adamw fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
-}
-
 # The sums over the batch, the ranks and the split dimensions are taken in another order than in
 # the plain model; fp32 units in the last place (6e-8 at 1) of six steps, and Adam divides by small
 # gradients.
@@ -65,18 +65,12 @@ def compare_training(
     optimizer: str = "sgd",
     steps: int = 6,
 ) -> Differences:
-    plain, model = models
-    case = CASES[name].case
-    mine, whole = batches_of(name, mesh_shape, steps)
+    both = models[::-1]
+    optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in both]
+    batches = zip(*batches_of(name, mesh_shape, steps), strict=True)
     differences = Differences()
-    losses = train(case, model, OPTIMIZERS[optimizer](model.parameters()), mine)
-    expected = train(case, plain, OPTIMIZERS[optimizer](plain.parameters()), whole)
-    for loss, plain_loss in zip(losses, expected, strict=True):
-        differences.note("loss", mean_over_ranks(loss), plain_loss.double())
-        differences.note_grads(model, plain)
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), max_norm=0.5).double() for m in models]
-        differences.note("norm", norms[1], norms[0])
-    differences.note_parameters(model, plain)
+    differences.note_training(CASES[name].case, both, optimizers, batches, max_norm=0.5)
+    differences.note_parameters(*both)
     return differences
 
 
@@ -135,63 +129,51 @@ def test_gradients_accumulate(mesh_shape: tuple[int, ...]) -> None:
     assert_within([differences], grad=TOLERANCE)
 
 
-def train_frozen(mesh_shape: tuple[int, ...]) -> Differences:
+@on_ranks(RANKS)
+def test_frozen_parameters_stay_as_they_are() -> None:
     plain = CASES["gpt"].case.make()
-    model, dp = parallelize("gpt", plain, mesh_shape)
+    model, dp = parallelize("gpt", plain, (2, 2))
     for m in (plain, model):  # Not before: SequenceParallel makes parameters that want gradients.
         for module in (m.tokens, m.blocks[0].attention.q, m.blocks[1].norm1):
             module.requires_grad_(requires_grad=False)
     for module in (*model.blocks, model):
         fully_shard(module, dp)
-    return compare_training("gpt", mesh_shape, (plain, model))
+    assert_close([compare_training("gpt", (2, 2), (plain, model))])
 
 
-def test_frozen_parameters_stay_as_they_are(spawn: Spawn) -> None:
-    assert_close(spawn(train_frozen, RANKS, (2, 2)))
-
-
-def train_tied(mesh_shape: tuple[int, ...]) -> Differences:
+@on_ranks(RANKS)
+def test_tied_parameters_stay_tied() -> None:
     plain = CASES["gpt"].case.make()
-    model, dp = parallelize("gpt", plain, mesh_shape)
+    model, dp = parallelize("gpt", plain, (2, 2))
     for m in (plain, model):
         m.head.weight = m.tokens.weight
     for module in (*model.blocks, model):
         fully_shard(module, dp)
     assert model.head.weight is model.tokens.weight
-    return compare_training("gpt", mesh_shape, (plain, model))
+    assert_close([compare_training("gpt", (2, 2), (plain, model))])
 
 
-def test_tied_parameters_stay_tied(spawn: Spawn) -> None:
-    assert_close(spawn(train_tied, RANKS, (2, 2)))
-
-
-def train_groups_of_one_layer(mesh_shape: tuple[int, ...]) -> Differences:
+@on_ranks(RANKS)
+def test_groups_take_and_return_dtensors() -> None:
     """What goes into most groups and comes out of some is a DTensor."""
     plain = CASES["gpt"].case.make()
-    model, dp = parallelize("gpt", plain, mesh_shape)
+    model, dp = parallelize("gpt", plain, (2, 2))
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm, nn.Embedding))]
     for module in (*layers, model):
         fully_shard(module, dp)
-    return compare_training("gpt", mesh_shape, (plain, model))
+    assert_close([compare_training("gpt", (2, 2), (plain, model))])
 
 
-def test_groups_take_and_return_dtensors(spawn: Spawn) -> None:
-    assert_close(spawn(train_groups_of_one_layer, RANKS, (2, 2)))
-
-
-def train_checkpointed(mesh_shape: tuple[int, ...], use_reentrant: bool) -> Differences:
-    plain, model = make("gpt", mesh_shape)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_ranks(RANKS)
+def test_activation_checkpointing_makes_no_difference(use_reentrant: bool) -> None:
+    plain, model = make("gpt", (2, 2))
     for block in model.blocks:
         forward = block.forward
         block.forward = lambda x, forward=forward: checkpoint(
             forward, x, use_reentrant=use_reentrant
         )
-    return compare_training("gpt", mesh_shape, (plain, model))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_makes_no_difference(spawn: Spawn, use_reentrant: bool) -> None:
-    assert_close(spawn(train_checkpointed, RANKS, (2, 2), use_reentrant))
+    assert_close([compare_training("gpt", (2, 2), (plain, model))])
 
 
 @on_ranks(RANKS)
@@ -266,19 +248,18 @@ def test_modules_see_dtensors_and_users_see_sharded_tensors(mesh_shape: tuple[in
 # --- state dicts and copies ---------------------------------------------------------------------
 
 
-def train_a_copy(mesh_shape: tuple[int, ...]) -> Differences:
-    plain, model = make("gpt", mesh_shape)
+@on_ranks(RANKS)
+def test_a_deep_copy_trains_by_itself() -> None:
+    plain, model = make("gpt", (2, 2))
     twin = copy.deepcopy(model)
-    differences = compare_training("gpt", mesh_shape, (copy.deepcopy(plain), twin))
+    differences = compare_training("gpt", (2, 2), (copy.deepcopy(plain), twin))
     differences.note_parameters(model, plain)  # The original has not moved.
-    return differences
+    assert_close([differences])
 
 
-def test_a_deep_copy_trains_by_itself(spawn: Spawn) -> None:
-    assert_close(spawn(train_a_copy, RANKS, (2, 2)))
-
-
-def train_converted(mesh_shape: tuple[int, ...]) -> Differences:
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4)], ids=str)
+@on_ranks(RANKS)
+def test_a_converted_model_trains_on(mesh_shape: tuple[int, ...]) -> None:
     # Not "gpt": torch 2.9 mixes up the masks of one split embedding in two dtypes.
     plain, model = make("mlp", mesh_shape)
     mine, _ = batches_of("mlp", mesh_shape, 1)
@@ -286,14 +267,14 @@ def train_converted(mesh_shape: tuple[int, ...]) -> Differences:
     model.zero_grad()
     model.double()
     torch.set_default_dtype(torch.float64)  # Of the batches.
-    return compare_training("mlp", mesh_shape, (plain.double(), model), "adamw")
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4)], ids=str)
-def test_a_converted_model_trains_on(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
-    found = spawn(train_converted, RANKS, mesh_shape)
     # In fp64 rounding errors are nine digits smaller; Adam's division leaves some of that.
-    assert_within(found, loss=1e-12, grad=1e-12, norm=1e-12, parameter=1e-11)
+    assert_within(
+        [compare_training("mlp", mesh_shape, (plain.double(), model), "adamw")],
+        loss=1e-12,
+        grad=1e-12,
+        norm=1e-12,
+        parameter=1e-11,
+    )
 
 
 @on_ranks(RANKS)

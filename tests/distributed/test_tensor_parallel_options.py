@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 from parallel_models import CASES, GPT, batches_of, gpt_plan, make, make_meshes, parallelize
-from reference import Differences, assert_within, mean_over_ranks, train
+from reference import Differences, assert_within
 from shardkit import CPUOffloadPolicy, ShardedTensor, fully_shard
 from workers import on_ranks
 
@@ -32,16 +32,10 @@ TOLERANCE = 1e-6
 def compare_training(
     mesh_shape: tuple[int, ...], plain: nn.Module, model: nn.Module
 ) -> Differences:
-    case = CASES["gpt"].case
-    mine, whole = batches_of("gpt", mesh_shape, 3)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
+    batches = zip(*batches_of("gpt", mesh_shape, 3), strict=True)
     differences = Differences()
-    steps = [
-        train(case, m, torch.optim.SGD(m.parameters(), lr=0.05), batches)
-        for m, batches in ((model, mine), (plain, whole))
-    ]
-    for loss, expected in zip(*steps, strict=True):
-        differences.note("loss", mean_over_ranks(loss), expected.double())
-        differences.note_grads(model, plain)
+    differences.note_training(CASES["gpt"].case, (model, plain), optimizers, batches)
     differences.note_parameters(model, plain)
     return differences
 
@@ -49,10 +43,6 @@ def compare_training(
 def assert_close(by_rank: list[Differences]) -> None:
     # A loss between 4 and 8 has units of 5e-7 in the last place.
     assert_within(by_rank, loss=2e-6, grad=TOLERANCE, parameter=TOLERANCE)
-
-
-def train_with(mesh_shape: tuple[int, ...], options: dict[str, typing.Any]) -> Differences:
-    return compare_training(mesh_shape, *make("gpt", mesh_shape, **options))
 
 
 @pytest.mark.parametrize(
@@ -63,23 +53,21 @@ def train_with(mesh_shape: tuple[int, ...], options: dict[str, typing.Any]) -> D
     ],
     ids=["offload", "partial resharding"],
 )
+@on_ranks(RANKS)
 def test_options_make_no_difference(
-    spawn: Spawn, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
+    mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
 ) -> None:
-    assert_close(spawn(train_with, RANKS, mesh_shape, options))
+    assert_close([compare_training(mesh_shape, *make("gpt", mesh_shape, **options))])
 
 
-def train_a_list(mesh_shape: tuple[int, ...]) -> Differences:
+@on_ranks(RANKS)
+def test_a_list_of_modules_is_one_group() -> None:
     plain = GPT()
-    model, dp = parallelize("gpt", plain, mesh_shape)
+    model, dp = parallelize("gpt", plain, (2, 2))
     fully_shard(list(model.blocks), dp)
     fully_shard([model.norm, model.head], dp)
     fully_shard(model, dp)
-    return compare_training(mesh_shape, plain, model)
-
-
-def test_a_list_of_modules_is_one_group(spawn: Spawn) -> None:
-    assert_close(spawn(train_a_list, RANKS, (2, 2)))
+    assert_close([compare_training((2, 2), plain, model)])
 
 
 def sharded_on_meta(mesh_shape: tuple[int, ...]) -> nn.Module:

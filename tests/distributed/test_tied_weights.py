@@ -14,8 +14,7 @@ from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
 from parity import Ranks, compare_training, on_meshes
 from recording import recording_mesh
 from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
+    TRAINED,
     Differences,
     assert_each_within,
     assert_within,
@@ -80,7 +79,7 @@ def train_tied(ranks: Ranks, inner: bool, reshard_after_forward: bool | None) ->
 @on_meshes((2,))
 def test_a_weight_tied_within_a_group(run: Run, inner: bool) -> None:
     found = run.each(MODES, train_tied, inner)
-    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_each_within(found, **TRAINED)
 
 
 # --- across groups --------------------------------------------------------------------------------
@@ -137,12 +136,7 @@ def test_a_refusal_leaves_both_modules_as_they_were() -> None:
     assert type(other) is nn.Linear
     assert isinstance(other.weight, ShardedTensor)
     fully_shard(model)
-    assert_within(
-        [compare_training(INNER, model, plain, steps=3)],
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within([compare_training(INNER, model, plain, steps=3)], **TRAINED)
 
 
 def modules_in_two_places(ranks: Ranks) -> Differences:
@@ -178,7 +172,7 @@ def wrap_around_an_unsharded_module(ranks: Ranks) -> Differences:
 )
 @on_meshes((2,))
 def test_what_is_no_tie_or_a_good_one(run: Run, train: Callable[[Ranks], Differences]) -> None:
-    assert_within(run(train), loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(run(train), **TRAINED)
 
 
 # --- one memory, two Parameters -------------------------------------------------------------------

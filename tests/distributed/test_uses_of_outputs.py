@@ -14,15 +14,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from models import MLP, Case, regression_batch
 from parity import compare_training, in_turns
 from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
+    TRAINED,
     Differences,
     assert_each_within,
     assert_within,
     shard,
 )
 from shardkit import fully_shard
-from workers import spawn_each
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,7 +173,7 @@ def train_run(name: str, reshard_after_forward: bool | None) -> Differences:
 @pytest.mark.parametrize("name", RUNS)
 def test_modules_run_in_any_way(spawn: Spawn, name: str) -> None:
     found = spawn_each(spawn, MODES, train_run, 2, name)
-    assert_each_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_each_within(found, **TRAINED)
 
 
 # --- parameters that are returned -----------------------------------------------------------------
@@ -213,7 +212,7 @@ def train_layers(
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_parameter_may_be_returned(spawn: Spawn, reshard_after_forward: bool) -> None:
     found = spawn(train_layers, 2, ReturnsBias, with_returned_bias, reshard_after_forward)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, **TRAINED)
 
 
 class ShowsWeight(nn.Linear):
@@ -237,7 +236,7 @@ class PenalizesViews(nn.Module):
 
 def test_views_of_parameters_may_be_returned_where_these_stay(spawn: Spawn) -> None:
     found = spawn(train_layers, 2, PenalizesViews, whole, False)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, **TRAINED)
 
 
 def test_a_view_of_a_freed_parameter_raises(spawn_errors: Spawn) -> None:
@@ -312,22 +311,18 @@ class Writer(MLP):
         return WRITES[self.write](x) if self.where == "root output" else x
 
 
-def train_writer(write: str, where: str, reshard_after_forward: bool | None) -> Differences:
-    plain = Writer(write, where)
-    case = Case(MLP, lambda model: list(model.layers), regression_batch, whole)
-    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
-    return compare_training(case, model, plain)
-
-
 @pytest.mark.parametrize(
     ("write", "reshard_after_forward", "where"),
     in_turns(WRITES, [True, False, None], ["output", "root output"]),
 )
+@on_ranks(2)
 def test_outputs_written_in_place(
-    spawn: Spawn, write: str, where: str, reshard_after_forward: bool | None
+    write: str, where: str, reshard_after_forward: bool | None
 ) -> None:
-    found = spawn(train_writer, 2, write, where, reshard_after_forward)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    plain = Writer(write, where)
+    case = Case(MLP, lambda model: list(model.layers), regression_batch, whole)
+    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    assert_within([compare_training(case, model, plain)], **TRAINED)
 
 
 def write_on_inputs(wrap: str, write: str) -> None:
@@ -350,16 +345,12 @@ def test_inputs_written_in_place_are_refused_as_by_fsdp2(
         assert "is being modified inplace" in error.message
 
 
-def train_on_written_data() -> Differences:
+@on_ranks(2)
+def test_a_layer_may_write_on_data() -> None:
     """A batch requires no gradient, so the first layer may write on it."""
     plain = Writer("relu", "input")
     plain.layers[0] = Writer.Inside(plain.layers[0], "relu")
     for i in (1, 2):
         plain.layers[i] = plain.layers[i].layer
     case = Case(MLP, lambda model: list(model.layers), regression_batch, whole)
-    return compare_training(case, shard(case, copy.deepcopy(plain)), plain)
-
-
-def test_a_layer_may_write_on_data(spawn: Spawn) -> None:
-    found = spawn(train_on_written_data, 2)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within([compare_training(case, shard(case, copy.deepcopy(plain)), plain)], **TRAINED)

@@ -23,14 +23,12 @@ import one_card
 from models import CASES
 from one_card import (
     CARD,
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
     CardRanks,
     compare_training,
     make_card_mesh,
 )
 from random_trainings import worst_differences
-from reference import assert_within
+from reference import TRAINED, assert_within
 
 DONE = "numbers are right"
 LATE_STEP = 12
@@ -52,7 +50,7 @@ def train(name: str, mesh_shape: tuple[int, ...], **options: typing.Any) -> None
     ranks, case = CardRanks(mesh_shape), CASES[name]
     model, plain = ranks.pair(case, **options)
     found = [compare_training(case, model, plain, ranks)]
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, **TRAINED)
 
 
 def train_on_several_meshes(name: str) -> None:

@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 
 import one_card
 from models import CASES, SEQUENCE, Case, squared_error
-from one_card import LOSS_TOLERANCE, SGD_TOLERANCE, CardDifferences, CardRanks, compare_training
-from reference import assert_within
+from one_card import CardDifferences, CardRanks, compare_training
+from reference import TRAINED, assert_within
 from shardkit import MixedPrecisionPolicy
 
 if typing.TYPE_CHECKING:
@@ -116,9 +116,7 @@ def test_compiled_layers_train_as_plain_ones_in_one_graph(
     )
     for differences, compiled in found:
         assert compiled == {"graphs": 1, "breaks": 0}
-        assert_within(
-            [differences], loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE
-        )
+        assert_within([differences], **TRAINED)
 
 
 def train_compiled_in_bf16(backend: str) -> tuple[float, dict[str, int]]:

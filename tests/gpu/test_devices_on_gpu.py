@@ -14,14 +14,12 @@ import one_card
 from models import CASES
 from one_card import (
     CARD,
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
     CardDifferences,
     CardRanks,
     compare_training,
     reduce_by_buffers,
 )
-from reference import assert_within
+from reference import TRAINED, assert_within
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
@@ -52,7 +50,7 @@ def test_reductions_may_have_a_group_of_their_own(
 ) -> None:
     """Also where the default group was bound to the card when it was made."""
     found = on_card(train_separately, torch.Size(mesh_shape).numel(), name, mesh_shape, bound)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, **TRAINED)
 
 
 def train_with_an_engine_for_the_host() -> CardDifferences:
@@ -64,7 +62,7 @@ def train_with_an_engine_for_the_host() -> CardDifferences:
 
 def test_a_group_may_have_an_engine_for_the_host_as_well(on_card: Spawn) -> None:
     found = on_card(train_with_an_engine_for_the_host, 1)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, **TRAINED)
 
 
 def train_from_the_environment() -> CardDifferences:
@@ -82,7 +80,7 @@ def train_from_the_environment() -> CardDifferences:
 
 def test_the_mesh_starts_nccl_where_a_launcher_says_who_is_who(on_card: Spawn) -> None:
     found = on_card(train_from_the_environment, 1)
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, **TRAINED)
 
 
 def shard_on_another_card() -> str:

@@ -8,8 +8,8 @@ import pytest
 
 import one_card
 from models import CASES
-from one_card import LOSS_TOLERANCE, SGD_TOLERANCE, CardRanks, compare_training
-from reference import assert_within
+from one_card import CardRanks, compare_training
+from reference import TRAINED, assert_within
 from shardkit._compat import torch_fsdp2
 from shardkit._module.hooks import groups_in
 
@@ -40,4 +40,4 @@ def train_out_of_symmetric_memory(max_bytes: int, sums_only: bool) -> typing.Any
 def test_training_is_the_same(on_card: Spawn, max_bytes: int, sums_only: bool) -> None:
     [(using, found)] = on_card(train_out_of_symmetric_memory, 1, max_bytes, sums_only)
     assert set(using) == {max_bytes > 0}
-    assert_within([found], loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within([found], **TRAINED)

@@ -23,7 +23,7 @@ from models import GPT, Case, Parameters, cross_entropy, token_batch
 from reference import full, full_parameters, make_mesh, shard, whole_and_sharded
 from shardkit import OptimizerError, ShardedTensor, checkpoint, fully_shard
 from shardkit.optim import LocalOptimizer
-from workers import spawn_each
+from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -215,7 +215,9 @@ def test_other_classes(spawn: Spawn, tmp_path: pathlib.Path, names: tuple[str, s
         check_loaded(saved, loaded, 1e-2)
 
 
-def load_codes(is_sent: bool) -> None:
+@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "on all ranks"])
+@on_ranks(2, timeout_s=LONG_S)
+def test_whole_codes_are_loaded(is_sent: bool) -> None:
     """Load what a whole optimizer keeps coded: from all ranks, or from the first one."""
     optimizer_class, options = class_of("torchao 8 bits")
     plain, sharded = whole_and_sharded((2,), SHAPES)
@@ -234,11 +236,6 @@ def load_codes(is_sent: bool) -> None:
             assert type(codes).__name__ == "OptimState8bit"
             assert torch.equal(found[name][key], codes.dequantize()), (name, key)
     assert torch.equal(found["small"]["exp_avg"], wanted["small"]["exp_avg"])
-
-
-@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "on all ranks"])
-def test_whole_codes_are_loaded(spawn: Spawn, is_sent: bool) -> None:
-    spawn(load_codes, 2, is_sent, timeout_s=LONG_S)
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -315,17 +312,14 @@ def test_stochastic_rounding_moves_and_replicas_agree(spawn: Spawn) -> None:
     assert spawn(round_randomly, 4, False, timeout_s=LONG_S)[0] == (0.0, True)
 
 
-def round_copies() -> None:
+@on_ranks(2, timeout_s=LONG_S)
+def test_copies_that_would_drift_apart_are_refused() -> None:
     optimizer_class, _ = class_of("torchao fp32")
     model = Parameters({"one": (8,), "other": (8,)}, torch.bfloat16)
     fully_shard(model, make_mesh((2,)), ignored_params={model.other})
     optimizer = LocalOptimizer(model.parameters(), optimizer_class, bf16_stochastic_round=True)
     with pytest.raises(OptimizerError, match="would round it otherwise on each"):
         step_with(model, optimizer, range(1))
-
-
-def test_copies_that_would_drift_apart_are_refused(spawn: Spawn) -> None:
-    spawn(round_copies, 2, timeout_s=LONG_S)
 
 
 # --- refusals -----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pathlib
 import typing
 
 import pytest
@@ -17,8 +16,11 @@ from zoo import TIMEOUT_S
 
 from reference import step_all
 from shardkit.checkpoint import load, save, save_full
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
+    import pathlib
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from workers import Spawn
@@ -158,51 +160,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tenso
     optimizer.zero_grad()
 
 
-def save_and_load(layouts: list[Layout], folder: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    path = pathlib.Path(folder)
-    plain, model = make_both(layouts[0])
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (plain, model)]
-    own, whole = batches(0)
-    step(plain, optimizers[0], whole)
-    step(model, optimizers[1], own)
-    before = path / "first"
-    save(before, model, optimizers[1])
-    for layout in layouts[1:]:
-        _, model = make_both(layout)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        load(before, model, optimizer)
-        assert largest_difference(plain, model, grads=False) < EXACT
-        own, whole = batches(1)
-        step(plain, optimizers[0], whole)
-        # Ranks of tensor parallelism need equal tokens: all of them.
-        step(model, optimizer, whole if layout.tp > 1 else own)
-        assert largest_difference(plain, model, grads=False) < 1e2 * EXACT
-        before = path / str(layout)
-        save(before, model, optimizer)
-    alone = make("mixtral")
-    of_one = torch.optim.AdamW(alone.parameters(), lr=3e-3)
-    load(before, alone, of_one)
-    assert largest_difference(plain, alone, grads=False) < 1e2 * EXACT
-    save_full(path / "whole", model, format="safetensors")
-    if dist.get_rank() == 0:
-        plain.config.save_pretrained(path / "whole")
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            path / "whole", output_loading_info=True, dtype=torch.float64
-        )
-        assert not report["missing_keys"]
-        assert not report["unexpected_keys"]
-        for (name, wanted), found in zip(
-            alone.named_parameters(), loaded.parameters(), strict=True
-        ):
-            assert torch.equal(found, wanted), name
-    dist.barrier()
-
-
 ELASTIC = {
     4: [
         Layout("mixtral", (1, 1, 4)),
@@ -219,7 +176,46 @@ ELASTIC = {
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.eight_ranks)])
-def test_checkpoints_know_the_stack_whatever_ep_is(
-    spawn: Spawn, ranks: int, tmp_path: pathlib.Path
-) -> None:
-    spawn(save_and_load, ranks, ELASTIC[ranks], str(tmp_path), timeout_s=TIMEOUT_S)
+@on_ranks("ranks", timeout_s=TIMEOUT_S)
+def test_checkpoints_know_the_stack_whatever_ep_is(ranks: int, tmp_path: pathlib.Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain, model = make_both(ELASTIC[ranks][0])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (plain, model)]
+    own, whole = batches(0)
+    step(plain, optimizers[0], whole)
+    step(model, optimizers[1], own)
+    before = tmp_path / "first"
+    save(before, model, optimizers[1])
+    for layout in ELASTIC[ranks][1:]:
+        _, model = make_both(layout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        load(before, model, optimizer)
+        assert largest_difference(plain, model, grads=False) < EXACT
+        own, whole = batches(1)
+        step(plain, optimizers[0], whole)
+        # Ranks of tensor parallelism need equal tokens: all of them.
+        step(model, optimizer, whole if layout.tp > 1 else own)
+        assert largest_difference(plain, model, grads=False) < 1e2 * EXACT
+        before = tmp_path / str(layout)
+        save(before, model, optimizer)
+    alone = make("mixtral")
+    of_one = torch.optim.AdamW(alone.parameters(), lr=3e-3)
+    load(before, alone, of_one)
+    assert largest_difference(plain, alone, grads=False) < 1e2 * EXACT
+    save_full(tmp_path / "whole", model, format="safetensors")
+    if dist.get_rank() == 0:
+        plain.config.save_pretrained(tmp_path / "whole")
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "whole", output_loading_info=True, dtype=torch.float64
+        )
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        for (name, wanted), found in zip(
+            alone.named_parameters(), loaded.parameters(), strict=True
+        ):
+            assert torch.equal(found, wanted), name
+    dist.barrier()

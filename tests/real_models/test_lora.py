@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from zoo import TIMEOUT_S, ZOO
 
+from workers import on_ranks
+
 if typing.TYPE_CHECKING:
     from models import Batch
     from workers import Spawn
@@ -96,7 +98,9 @@ def make_config(kind: str) -> typing.Any:
     return peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
 
 
-def train_other_kind(kind: str) -> Differences:
+@pytest.mark.parametrize("kind", ["prompt", "prefix", "ia3", "dora", "whole_head"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_other_kinds_of_adapters_train_as_in_plain_training(kind: str) -> None:
     llama = ZOO["llama"]
 
     def make() -> nn.Module:
@@ -116,19 +120,15 @@ def train_other_kind(kind: str) -> Differences:
     after = full_parameters(model)
     for key, param in model.named_parameters():
         assert torch.equal(before[key], after[key]) != param.requires_grad, key
-    return differences
-
-
-@pytest.mark.parametrize("kind", ["prompt", "prefix", "ia3", "dora", "whole_head"])
-def test_other_kinds_of_adapters_train_as_in_plain_training(spawn: Spawn, kind: str) -> None:
-    found = spawn(train_other_kind, 2, kind, timeout_s=TIMEOUT_S)
-    assert_within(found, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+    assert_within([differences], loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
 
 
 # --- use ------------------------------------------------------------------------------------------
 
 
-def use_adapters(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_adapters_are_saved_switched_off_and_generate(name: str) -> None:
     """Save adapters, switch them off, and generate with them."""
     from peft import get_peft_model_state_dict
 
@@ -151,8 +151,3 @@ def use_adapters(name: str) -> None:
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     found, expected = (each.generate(inputs, **options) for each in (model, plain))
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_adapters_are_saved_switched_off_and_generate(spawn: Spawn, name: str) -> None:
-    spawn(use_adapters, 2, name, timeout_s=TIMEOUT_S)

@@ -12,14 +12,14 @@ from zoo import DECODER, TIMEOUT_S, ZOO
 
 from reference import full_parameters, make_mesh, my_batch, shard
 from shardkit import materialize
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import on_ranks
 
 pytestmark = pytest.mark.models
 
 
-def materialized(name: str) -> None:
+@pytest.mark.parametrize("name", ZOO)
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_values_are_those_of_the_plain_model(name: str) -> None:
     case = ZOO[name]
     with torch.device("meta"):
         plain = case.make()
@@ -33,11 +33,6 @@ def materialized(name: str) -> None:
     for key, buffer in case.make().named_buffers():  # They are computed, not drawn.
         assert torch.equal(model.get_buffer(key), buffer), key
     case.loss(model, my_batch(case, 0)).backward()
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_values_are_those_of_the_plain_model(spawn: Spawn, name: str) -> None:
-    spawn(materialized, 2, name, timeout_s=TIMEOUT_S)
 
 
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
@@ -69,7 +64,10 @@ UNTIED = {
 """Transformers draws tied parameters once for each module that holds them, `materialize` once."""
 
 
-def as_initialized_by_the_model(name: str, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", UNTIED)
+@on_ranks("world_size", timeout_s=TIMEOUT_S)
+def test_values_are_those_of_initialize_weights(name: str, world_size: int) -> None:
     """The same seed before `initialize_weights` of the plain model."""
     case = dataclasses.replace(ZOO[name], make=UNTIED[name])
     with torch.device("meta"):
@@ -85,13 +83,9 @@ def as_initialized_by_the_model(name: str, world_size: int) -> None:
         assert torch.equal(whole, plain.get_parameter(key)), key
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", UNTIED)
-def test_values_are_those_of_initialize_weights(spawn: Spawn, name: str, world_size: int) -> None:
-    spawn(as_initialized_by_the_model, world_size, name, world_size, timeout_s=TIMEOUT_S)
-
-
-def tied_scales(name: str) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_scales_are_those_of_the_constructor(name: str) -> None:
     """Tied parameters are drawn less often, so others are from other numbers, as large ones."""
     case = ZOO[name]
     with torch.device("meta"):
@@ -101,8 +95,3 @@ def tied_scales(name: str) -> None:
     for key, whole in full_parameters(model).items():
         expected = plain.get_parameter(key).detach().std()
         assert (whole.std() - expected).abs() <= 0.25 * expected, key
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_scales_are_those_of_the_constructor(spawn: Spawn, name: str) -> None:
-    spawn(tied_scales, 2, name, timeout_s=TIMEOUT_S)

@@ -14,6 +14,7 @@ from zoo import TIMEOUT_S, ZOO
 from parity import compare_training
 from reference import OPTIMIZERS, Differences, assert_within, global_batch, my_batch, shard, train
 from shardkit import MixedPrecisionPolicy, ShardedTensor
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -32,38 +33,34 @@ def make_both(name: str) -> tuple[nn.Module, nn.Module]:
     return plain, shard(ZOO[name], copy.deepcopy(plain))
 
 
-def train_both(name: str, optimizer: str) -> Differences:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ZOO)
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_training_equals_plain_training(name: str, optimizer: str) -> None:
     plain, model = make_both(name)
     differences = compare_training(ZOO[name], model, plain, optimizer, STEPS)
     if optimizer == "adamw":
         # The gradient of a bias of keys is zero but for rounding, and what is left of it AdamW
         # divides by its own size. No loss and no other gradient depends on such a bias.
         del differences["parameter"]
-    return differences
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ZOO)
-def test_training_equals_plain_training(spawn: Spawn, name: str, optimizer: str) -> None:
     tolerances = {"loss": TOLERANCE, "grad": TOLERANCE, "parameter": TOLERANCE}
     if optimizer == "adamw":
         del tolerances["parameter"]
-    assert_within(spawn(train_both, 2, name, optimizer, timeout_s=TIMEOUT_S), **tolerances)
-
-
-def train_with_checkpointing(name: str, use_reentrant: bool) -> Differences:
-    plain, model = make_both(name)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    return compare_training(ZOO[name], model, plain, steps=2)
+    assert_within([differences], **tolerances)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ZOO)
-def test_gradient_checkpointing_equals_training_without(
-    spawn: Spawn, name: str, *, use_reentrant: bool
-) -> None:
-    found = spawn(train_with_checkpointing, 2, name, use_reentrant, timeout_s=TIMEOUT_S)
-    assert_within(found, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_gradient_checkpointing_equals_training_without(name: str, use_reentrant: bool) -> None:
+    plain, model = make_both(name)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_within(
+        [compare_training(ZOO[name], model, plain, steps=2)],
+        loss=TOLERANCE,
+        grad=TOLERANCE,
+        parameter=TOLERANCE,
+    )
 
 
 def count_forwards() -> tuple[int, int]:
@@ -84,7 +81,9 @@ def test_gradient_checkpointing_runs_layers_again(spawn: Spawn) -> None:
     assert spawn(count_forwards, 2, timeout_s=TIMEOUT_S) == [(3, 6)] * 2
 
 
-def accumulate(name: str) -> Differences:
+@pytest.mark.parametrize("name", ["tied_llama", "t5", "whisper", "mixtral"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_accumulated_gradients_equal_those_of_plain_training(name: str) -> None:
     """Compare gradients of two steps, each of three micro-batches of which one is synced."""
     case = ZOO[name]
     plain, model = make_both(name)
@@ -98,15 +97,12 @@ def accumulate(name: str) -> Differences:
         differences.note_grads(model, plain)
         for each in (model, plain):
             each.zero_grad()
-    return differences
+    assert_within([differences], grad=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["tied_llama", "t5", "whisper", "mixtral"])
-def test_accumulated_gradients_equal_those_of_plain_training(spawn: Spawn, name: str) -> None:
-    assert_within(spawn(accumulate, 2, name, timeout_s=TIMEOUT_S), grad=TOLERANCE)
-
-
-def compute_in_bfloat16(name: str) -> Differences:
+@pytest.mark.parametrize("name", ZOO)
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_mixed_precision_computes_what_a_model_in_bfloat16_does(name: str) -> None:
     """Compare with a model whose parameters are bfloat16; buffers are fp32 in both."""
     plain = ZOO[name].make().eval()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -119,12 +115,7 @@ def compute_in_bfloat16(name: str) -> Differences:
     differences.note(
         "logits", model(inputs, labels=labels).logits, plain(whole, labels=labels).logits
     )
-    return differences
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_mixed_precision_computes_what_a_model_in_bfloat16_does(spawn: Spawn, name: str) -> None:
-    assert_within(spawn(compute_in_bfloat16, 2, name, timeout_s=TIMEOUT_S), logits=0.0)
+    assert_within([differences], logits=0.0)
 
 
 # --- between steps --------------------------------------------------------------------------------
@@ -196,7 +187,9 @@ TIED = {
 }
 
 
-def look_at_names(name: str) -> None:
+@pytest.mark.parametrize("name", ZOO)
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_names_stay_those_of_the_plain_model_and_tied_weights_stay_one(name: str) -> None:
     """Compare the names that the model shows with the plain one's, before, in and after steps."""
     case = ZOO[name]
     plain, model = make_both(name)
@@ -228,10 +221,3 @@ def look_at_names(name: str) -> None:
         assert all(torch.equal(whole[first], whole[other]) for other in others)
     for key, before in plain.named_parameters():  # Whisper's positions of sound are frozen.
         assert torch.equal(whole[key], before) != before.requires_grad
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_names_stay_those_of_the_plain_model_and_tied_weights_stay_one(
-    spawn: Spawn, name: str
-) -> None:
-    spawn(look_at_names, 2, name, timeout_s=TIMEOUT_S)

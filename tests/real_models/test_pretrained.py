@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import typing
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,16 +12,25 @@ from zoo import TIMEOUT_S, ZOO
 
 from reference import OPTIMIZERS, full, my_batch, shard, train
 from shardkit.checkpoint import consolidate, load_full, save, save_full
+from workers import on_ranks
 
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+if TYPE_CHECKING:
+    import pathlib
 
 pytestmark = pytest.mark.models
 
 
-def there_and_back(name: str, folder: str) -> None:
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(full(actual[key]), value), key
+
+
+@pytest.mark.parametrize("name", ZOO)
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_there_and_back(tmp_path: pathlib.Path, name: str) -> None:
     """Stream into a sharded model, train it, and write what `from_pretrained` reads."""
-    case, path = ZOO[name], pathlib.Path(folder)
+    case, path = ZOO[name], tmp_path
     torch.manual_seed(dist.get_rank())  # Of which nothing is left after loading.
     plain = case.make()
     if dist.get_rank() == 0:
@@ -52,14 +60,3 @@ def there_and_back(name: str, folder: str) -> None:
             assert not report["unexpected_keys"]
             assert_equal(loaded.state_dict(), whole)
     dist.barrier()
-
-
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(full(actual[key]), value), key
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_there_and_back(spawn: Spawn, tmp_path: pathlib.Path, name: str) -> None:
-    spawn(there_and_back, 2, name, str(tmp_path), timeout_s=TIMEOUT_S)

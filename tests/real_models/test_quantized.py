@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo import TIMEOUT_S, ZOO
 
+from workers import on_ranks
+
 if typing.TYPE_CHECKING:
     from pathlib import Path
 
@@ -282,7 +284,8 @@ def test_adapters_are_exported_and_merged(spawn: Spawn, tmp_path: Path, kind: st
         assert difference < 0.2  # The merged weights are quantized anew.
 
 
-def merge_in_place() -> None:
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_adapters_are_merged_into_sharded_weights() -> None:
     """Add adapters to whole weights, which are cut again, and take them out."""
     case = case_of("bnb nf4")
     plain, model = (each.eval() for each in (case.make(), case.make()))
@@ -291,10 +294,6 @@ def merge_in_place() -> None:
         model.merge_adapter()
     plain.merge_adapter()
     assert torch.equal(logits(model), logits(plain))
-
-
-def test_adapters_are_merged_into_sharded_weights(spawn: Spawn) -> None:
-    spawn(merge_in_place, 2, timeout_s=TIMEOUT_S)
 
 
 # --- torchao's NF4, and its float8 training -------------------------------------------------------
@@ -345,17 +344,18 @@ def layers_case(convert: typing.Callable[[nn.Linear], nn.Module]) -> Case:
     return Case(make, lambda model: list(model.blocks), batch_of_16, loss)
 
 
-def train_beside_nf4() -> Differences:
+@on_ranks(3, timeout_s=TIMEOUT_S)
+def test_layers_beside_nf4_of_torchao_train_as_in_plain_training() -> None:
     case = layers_case(NF4Linear)
     plain, model = case.make(), case.make()
     shard(case, model)
     assert type(model.blocks[0].weight.full_tensor()).__name__ == "NF4Tensor"
-    return compare_training(case, model, plain, steps=4)
-
-
-def test_layers_beside_nf4_of_torchao_train_as_in_plain_training(spawn: Spawn) -> None:
-    found = spawn(train_beside_nf4, 3, timeout_s=TIMEOUT_S)
-    assert_within(found, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+    assert_within(
+        [compare_training(case, model, plain, steps=4)],
+        loss=TOLERANCE,
+        grad=TOLERANCE,
+        parameter=TOLERANCE,
+    )
 
 
 def to_float8(linear: nn.Linear, *, gathers: bool) -> nn.Module:
@@ -401,7 +401,8 @@ def test_float8_training_of_torchao_gathers_in_8_bits(
         assert difference <= TOLERANCE
 
 
-def gathered_nbytes() -> None:
+@on_ranks(1, timeout_s=TIMEOUT_S)
+def test_float8_weights_travel_in_8_bits() -> None:
     from recording import recording_mesh
 
     mesh, log = recording_mesh((2,))
@@ -410,7 +411,3 @@ def gathered_nbytes() -> None:
     log.clear()
     layer(torch.randn(16, 128)).sum().backward()
     assert ("start all_gather", 128 * 128) in log  # Bytes.
-
-
-def test_float8_weights_travel_in_8_bits(spawn: Spawn) -> None:
-    spawn(gathered_nbytes, 1, timeout_s=TIMEOUT_S)

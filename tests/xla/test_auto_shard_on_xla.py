@@ -11,7 +11,7 @@ from xla_ranks import XlaRanks, on_xla
 
 from models import Block, Case, cross_entropy, token_batch
 from parity import compare_training
-from reference import LOSS_TOLERANCE, SGD_TOLERANCE, assert_within
+from reference import TRAINED, assert_within
 from shardkit import CPUOffloadPolicy, WrapError, auto_shard, checkpoint_module, fully_shard
 from wrapped_models import Stack
 
@@ -27,7 +27,7 @@ def test_prepared_blocks_train_as_plain_ones(mesh: DeviceMesh) -> None:
     assert plan.memory.shard_nbytes == model.memory_stats()["shard_nbytes"]
     assert sum(group.padding_nbytes for group in plan.groups) > 0
     found = compare_training(case, model, plain, steps=3, ranks=ranks)
-    assert_within([found], loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within([found], **TRAINED)
 
 
 def test_the_callable_of_torch_xla(mesh: DeviceMesh) -> None:
