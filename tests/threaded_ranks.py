@@ -13,7 +13,7 @@ from torch import Tensor
 from shardkit._layout import FlatLayout
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import ShardSpec
-from shardkit.backends.base import MeshBackend
+from shardkit.backends.base import Backend
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,8 +69,8 @@ class ThreadedAxis:
         tensor.copy_(self._exchange("broadcast", tensor)[src])
 
 
-class ThreadedBackend(MeshBackend):
-    """`MeshBackend` of a mesh of one axis."""
+class ThreadedBackend(Backend):
+    """`Backend` of a mesh of one axis."""
 
     def __init__(self, axis: ThreadedAxis) -> None:
         self.device = torch.device("cpu")
@@ -89,6 +89,14 @@ class ThreadedBackend(MeshBackend):
         """Return itself."""
         del axes
         return self
+
+    def split_axis(self, axis: int, size: int) -> typing.NoReturn:
+        """Raise: parameters are cut over all ranks."""
+        raise NotImplementedError(axis, size)
+
+    def make_streams(self, axes: typing.Any, share: typing.Any = None) -> typing.NoReturn:
+        """Raise: no module is sharded."""
+        raise NotImplementedError(axes, share)
 
 
 Rank = tuple[ThreadedAxis, "Callable[[Tensor, str], typing.Any]"]

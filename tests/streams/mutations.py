@@ -102,7 +102,7 @@ MUTATIONS = (
         STREAMS,
         "compute waits for every stream that results end on",
         "hybrid",
-        new="events = [self._device.record(stream) for stream in dict.fromkeys(ends)][:1]",
+        new="events = [stream.record_event() for stream in dict.fromkeys(ends)][:1]",
     ),
     Mutation(
         STREAMS,

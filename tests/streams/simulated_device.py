@@ -397,15 +397,6 @@ class SimulatedDevice:
     def on(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[None]:
         return self.simulation.on(stream)
 
-    def record(self, stream: SimulatedStream) -> SimulatedEvent:
-        return stream.record_event()
-
-    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        stream.wait_event(event)
-
-    def synchronize(self, event: SimulatedEvent) -> None:
-        event.synchronize()
-
     def has_passed(self, event: SimulatedEvent) -> bool | None:
         return None if self.is_capturing() else event.query()
 

@@ -41,7 +41,7 @@ class SimulatedAxis(AcceleratorAxis):
 
     def __init__(self, group: dist.ProcessGroup, device: typing.Any) -> None:
         super().__init__(group, device)
-        self.averages = self.coalesces = True
+        self.averages = True
         self.host_group = None
         if self.has_host_engine:
             self.host_group = groups.sub_group(group, [range(self.size)], "gloo")

@@ -33,7 +33,7 @@ class Bench:
         self.graph = self.device.new_graph()
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
-        return self.device.record(stream)
+        return stream.record_event()
 
     def capture(self, issue: Callable[[Bench], object]) -> None:
         with self.device.capturing(self.graph, self.compute):
@@ -52,11 +52,11 @@ def bench() -> Iterator[Bench]:
 
 
 def wait_outside(bench: Bench) -> None:
-    bench.device.wait(bench.compute, bench.outside)
+    bench.compute.wait_event(bench.outside)
 
 
 def leave_unjoined(bench: Bench) -> None:
-    bench.device.wait(bench.side, bench.record(bench.compute))
+    bench.side.wait_event(bench.record(bench.compute))
     with bench.device.on(bench.side):
         bench.value.mul_(2)
 
@@ -78,7 +78,7 @@ def copy_to_host(bench: Bench) -> None:
 REFUSED: dict[str, tuple[Callable[[Bench], object], str]] = {
     "a value is read": (lambda bench: bench.value.sum().item(), "the host waits for the device"),
     "an event is waited for": (
-        lambda bench: bench.device.synchronize(bench.record(bench.compute)),
+        lambda bench: bench.record(bench.compute).synchronize(),
         "the host waits for the device",
     ),
     "an event is asked for": (
@@ -108,17 +108,17 @@ def test_an_event_of_a_graph_is_nothing_outside_of_it(bench: Bench) -> None:
     events: list[SimulatedEvent] = []
     bench.capture(lambda bench: events.append(bench.record(bench.compute)))
     with pytest.raises(CaptureError, match="was captured is used outside"):
-        bench.device.wait(bench.side, events[0])
+        bench.side.wait_event(events[0])
 
 
 # --- what a replay does ---------------------------------------------------------------------------
 
 
 def double_on_a_stream(bench: Bench) -> None:
-    bench.device.wait(bench.side, bench.record(bench.compute))
+    bench.side.wait_event(bench.record(bench.compute))
     with bench.device.on(bench.side):
         bench.value.mul_(2)
-    bench.device.wait(bench.compute, bench.record(bench.side))
+    bench.compute.wait_event(bench.record(bench.side))
     bench.value.add_(1)
 
 

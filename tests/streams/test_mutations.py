@@ -19,7 +19,7 @@ if typing.TYPE_CHECKING:
     from workers import Pools, Spawn
 
 ORDERING = re.compile(
-    r"\.wait\(|\.wait_fence\(|\.record\(|\.fence\(|\.synchronize\(|\.keep\(|s\.join\(|follow_compute\(|follow_writes\(|_late_writes\("
+    r"\.wait\(|\.wait_fence\(|\.wait_event\(|\.record_event\(|\.fence\(|\.synchronize\(|\.keep\(|s\.join\(|follow_compute\(|follow_writes\(|_late_writes\("
     r"|settle_host_reads\(|\.passed\(|\.after_optimizer\(|_follow\(|wait_sent\(|_kept"
 )
 """What lines that order things look like, in the modules below."""
@@ -41,21 +41,25 @@ NEEDLESS = {
     },
     "backends.accelerator": {
         "def ": "a definition",
-        "return self._device.record(self._device.current_stream())": "fences are taken away",
+        "return self._device.current_stream().record_event()": "fences are taken away",
         "issued.wait([work])": "a wait of the host, that is no order of streams",
         "_kept: ": "a definition",
         "self._kept.clear()": "gives back; what holds is taken away in `keep`",
-        "event = self._device.record(self._gather)": "an event; its waits are taken away",
+        "event = self._gather.record_event()": "an event; its waits are taken away",
         "start = self.fence()": "an event; its waits are taken away",
         "stream = self._follow(": "what it does is taken away",
-        "self._device.synchronize(self.fence())": "for tensor subclasses: see the next test",
+        "self.fence().synchronize()": "for tensor subclasses: see the next test",
         "return DeviceCheckHandle(": "an event; its wait is taken away",
         "self._pinned": "a definition",
         "self._kept = ": "a definition, or memory of an exchange that has been waited for",
         "if self._kept:": "an exchange between owners that an error dropped",
-        "self._device.wait(self._device.current_stream(), self._event)": "of exchanges",
-        "self.device.wait(stream, self.device.record(": "of exchanges between owners",
-        "event = self.device.record(": "an event of such an exchange",
+        "self._device.current_stream().wait_event(self._event)": "of exchanges",
+        "stream.wait_event(self.device.current_stream().record_event())": "of such exchanges",
+        "event = stream.record_event()": "an event of such an exchange",
+        "issued.started(": "an event that only the watch looks at",
+        "self._stream.wait_event(before.record_event())": "of a step before it is captured",
+        "before.wait_event(self._stream.record_event())": "of a step before it is captured",
+        "event = self._device.current_stream().record_event()": "an event that only the watch asks",
     },
     "_params.memory": {
         "def ": "a definition",

@@ -103,11 +103,11 @@ def count_keys(num_steps: int) -> tuple[int, int]:
     for step in range(num_steps):
         run.step()
         if step == 10:
-            before = store.num_keys()
+            before = store.connection.num_keys()
         if step % 100 == 99:
             with torch.no_grad():
                 run.loss()
-    return before, store.num_keys()
+    return before, store.connection.num_keys()
 
 
 @pytest.mark.parametrize("num_steps", [120, pytest.param(1000, marks=pytest.mark.parting)])

@@ -1,4 +1,4 @@
-"""What is made or replaced once in a process, though ranks may be threads of it."""
+"""What is made once in a process, though ranks may be threads of it; how functions are replaced."""
 
 from __future__ import annotations
 
@@ -29,3 +29,20 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
             return made(*args, **kwargs)
 
     return cast("Callable[P, T]", call)
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function of torch, or a method, by ``wrapper(original, *args, **kwargs)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    call.wraps_torch = True  # type: ignore[attr-defined]
+    setattr(owner, name, call)
+
+
+def is_wrapped(owner: Any, name: str) -> bool:
+    """Whether `wrap` has replaced a function."""
+    return hasattr(getattr(owner, name), "wraps_torch")

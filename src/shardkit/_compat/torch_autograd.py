@@ -16,7 +16,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardkit._compat import torch_modules
-from shardkit._compat.once import once
+from shardkit._compat.once import once, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -142,16 +142,13 @@ def after_unscaling(hook: Callable[[torch.optim.Optimizer, dict[Any, Tensor]], N
     It gets the scaler's number of each device, which is not zero if a gradient is not finite. There
     is no public way.
     """
-    scaler: Any = torch.amp.GradScaler
-    original = scaler._unscale_grads_
 
-    @functools.wraps(original)
-    def unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found: dict[Any, Tensor] = original(self, optimizer, *args, **kwargs)
+    def unscale(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(scaler, optimizer, *args, **kwargs)
         hook(optimizer, found)
         return found
 
-    scaler._unscale_grads_ = unscale
+    wrap(torch.amp.GradScaler, "_unscale_grads_", unscale)
 
 
 def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 
+from shardkit._compat.once import is_wrapped, wrap
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
@@ -126,19 +126,18 @@ def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
     state dict of a sharded model, instead of returning pieces as whole tensors.
     """
 
-    def wrap(module: types.ModuleType) -> None:
+    def wrap_helpers(module: types.ModuleType) -> None:
         if module.__name__ == _STATE_DICT_MODULE:
             helpers = {*vars(module), *vars(sys.modules[_HELPERS_MODULE])}
             if not helpers.issuperset(wrappers):
                 _refuse_full_state_dicts(module)
                 return
         for name, wrapper in wrappers.items():
-            original = getattr(module, name, None)
-            if original is not None and not hasattr(original, "wraps_torch"):
-                setattr(module, name, _wrapped(original, wrapper))
+            if hasattr(module, name) and not is_wrapped(module, name):
+                wrap(module, name, wrapper)
 
     for name in (_HELPERS_MODULE, _STATE_DICT_MODULE):
-        when_imported(name, wrap)
+        when_imported(name, wrap_helpers)
 
 
 ASK_THE_CLASS = (
@@ -157,15 +156,6 @@ A version of torch may lack some.
 """
 
 
-def _wrapped(original: Any, wrapper: HelperWrapper) -> Any:
-    @functools.wraps(original)
-    def helper(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    helper.wraps_torch = True  # type: ignore[attr-defined]
-    return helper
-
-
 def write_boxes_apart() -> None:
     """Make torch's writer of safetensors keep all boxes that a rank has of a tensor.
 
@@ -175,12 +165,12 @@ def write_boxes_apart() -> None:
     2.13.0.
     """
 
-    def wrap(module: types.ModuleType) -> None:
+    def wrap_writer(module: types.ModuleType) -> None:
         writer: Any = getattr(module, "HuggingFaceStorageWriter", None)
-        if writer is not None and not hasattr(writer.write_data, "wraps_torch"):
-            writer.write_data = _wrapped(writer.write_data, _write_in_rounds)
+        if writer is not None and not is_wrapped(writer, "write_data"):
+            wrap(writer, "write_data", _write_in_rounds)
 
-    when_imported(_WRITER_MODULE, wrap)
+    when_imported(_WRITER_MODULE, wrap_writer)
 
 
 def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
@@ -226,4 +216,4 @@ def _refuse_full_state_dicts(module: types.ModuleType) -> None:
         return original(model, *args, **kwargs)
 
     for name in _PUBLIC_STATE_DICT_FUNCTIONS:
-        setattr(module, name, _wrapped(getattr(module, name), refuse))
+        wrap(module, name, refuse)

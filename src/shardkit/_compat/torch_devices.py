@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import types
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler as _autograd_profiler
 
-from shardkit._compat.once import once
+from shardkit._compat.once import once, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,31 +45,27 @@ def unless_capturing() -> Iterator[bool]:
 
 @once
 def _note_captures() -> None:
-    cls: Any = torch.cuda.CUDAGraph
-    begin, end = cls.capture_begin, cls.capture_end
-
-    @functools.wraps(begin)
-    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+    def capture_begin(begin: Any, *args: Any, **kwargs: Any) -> None:
         global _num_captures  # noqa: PLW0603 - it is per process, like captures
         with _capturing:
             _num_captures += 1
         try:
-            begin(self, *args, **kwargs)
+            begin(*args, **kwargs)
         except BaseException:
             with _capturing:
                 _num_captures -= 1
             raise
 
-    @functools.wraps(end)
-    def capture_end(self: Any) -> None:
+    def capture_end(end: Any, graph: Any) -> None:
         global _num_captures  # noqa: PLW0603
         try:
-            end(self)
+            end(graph)
         finally:
             with _capturing:
                 _num_captures = max(_num_captures - 1, 0)
 
-    cls.capture_begin, cls.capture_end = capture_begin, capture_end
+    wrap(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
+    wrap(torch.cuda.CUDAGraph, "capture_end", capture_end)
 
 
 def end_broken_capture(index: int, pool: Any) -> None:

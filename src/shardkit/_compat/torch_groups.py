@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 
-from shardkit._compat.once import once
+from shardkit._compat.once import is_wrapped, once, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,11 +47,11 @@ _group_names = threading.local()
 
 @once
 def _wrap_naming() -> None:
-    original = getattr(c10d, "_hash_ranks_to_str", None)
-    if original is not None:
-        c10d._hash_ranks_to_str = lambda ranks: (
-            getattr(_group_names, "name", None) or original(ranks)
-        )
+    def named(original: Any, ranks: Any) -> Any:
+        return getattr(_group_names, "name", None) or original(ranks)
+
+    if hasattr(c10d, "_hash_ranks_to_str"):
+        wrap(c10d, "_hash_ranks_to_str", named)
 
 
 def waited(tensor: Tensor) -> Tensor:
@@ -142,18 +141,16 @@ def separate_attempts() -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0":
         return
-    module: Any = sys.modules["torch.distributed.rendezvous"]
-    original = module._create_c10d_store
-    if hasattr(original, "__wrapped__"):
+    module = sys.modules["torch.distributed.rendezvous"]
+    if is_wrapped(module, "_create_c10d_store"):
         return
 
-    @functools.wraps(original)
-    def create(*args: Any, **kwargs: Any) -> Any:
+    def create(original: Any, *args: Any, **kwargs: Any) -> Any:
         is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = original(*args, **kwargs)
         return c10d.PrefixStore(f"attempt_{attempt}", store) if is_shared else store
 
-    module._create_c10d_store = create
+    wrap(module, "_create_c10d_store", create)
 
 
 def before_threads_end(callback: Callable[[], None]) -> None:
@@ -175,10 +172,8 @@ def around_end_of_world(
     Torch has no hook for it. Code that imported the function by its name before bypasses the
     wrapper.
     """
-    destroy = c10d.destroy_process_group
 
-    @functools.wraps(destroy)
-    def wrapper(group: Any = None) -> None:
+    def wrapper(destroy: Any, group: Any = None) -> None:
         is_end = c10d.is_initialized() and group in {None, c10d.GroupMember.WORLD}
         if is_end:
             before()
@@ -186,8 +181,8 @@ def around_end_of_world(
         if is_end:
             after()
 
-    c10d.destroy_process_group = wrapper
-    torch.distributed.destroy_process_group = wrapper  # noqa: TID251
+    wrap(c10d, "destroy_process_group", wrapper)
+    torch.distributed.destroy_process_group = c10d.destroy_process_group  # noqa: TID251
 
 
 def process_group_backend(group: Any, device: torch.device) -> Any:

@@ -4,7 +4,7 @@
 Traced tensors have no storage, so no memory is swapped behind them. The store has these tensors:
 - piece: 1-D, storage dtype, one per parameter, padded. If one process has the pieces of all ranks
   (`Backend.is_spmd`), it is `padded_part_numel` long: the parts of all ranks end to end, which the
-  backend spreads over the devices (`annotate_sharding`). Else it is ``sizes[index]`` long, and has
+  backend spreads over the devices (`region.spread`). Else it is ``sizes[index]`` long, and has
   a rank's own part.
 - unsharded parameter: one object for life, as on other backends; its contents come and go by
   ``.data``. Without contents it is empty, and of class `FreedParameter`.
@@ -115,7 +115,7 @@ class TracedStore(Store):
         else:
             piece = self.specs[index].slice_full(param).clone()
         if piece.device.type != "meta":
-            self.plan.mesh.backend.annotate_sharding(piece)
+            self.plan.mesh.backend.region.spread(piece)
         return piece
 
     def _empty(self) -> Tensor:
@@ -138,7 +138,7 @@ class TracedStore(Store):
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the part of parameter `index` in a reduced shard, in the format of pieces."""
         start, stop = self.layout.columns(index)
-        piece: Tensor = self.plan.mesh.backend.leave_piece(reduced[start:stop])
+        piece: Tensor = self.plan.mesh.backend.region.leave_piece(reduced[start:stop])
         return piece
 
     @property

@@ -428,7 +428,7 @@ class WholeSpec(ShardSpec):
 
     def annotate_sharding(self, piece: Tensor) -> None:
         """Spread a piece over the devices after it was written as a whole."""
-        self.mesh.backend.annotate_sharding(piece)
+        self.mesh.backend.region.spread(piece)
 
 
 class PaddedSpec(ShardSpec):

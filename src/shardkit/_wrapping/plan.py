@@ -25,7 +25,7 @@ from shardkit._schedule import Op, UnshardSchedule
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._text import shown_nbytes
 from shardkit._wrapping.experts import PlacedExperts
-from shardkit.backends.base import MeshBackend
+from shardkit.backends.base import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,11 +53,10 @@ class _Axis:
         raise MeshError(msg)
 
 
-class ShapeOnly(MeshBackend):
+class ShapeOnly(Backend):
     """A backend for plans: it is like an accelerator, whose memory is not the host's."""
 
     has_own_memory = True
-    batches_small_groups = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.device = torch.device("meta")
@@ -89,9 +88,11 @@ class ShapeOnly(MeshBackend):
         """Return the backend of a submesh."""
         return ShapeOnly([self._shape[axis] for axis in axes])
 
-    def receive_chunks(self, _: Any) -> int:
-        """Return 0, as on accelerators."""
-        return 0
+    def make_streams(self, axes: Any, share: Any = None) -> NoReturn:
+        """Raise: nothing runs."""
+        del axes, share
+        msg = "a mesh that is only a shape has no streams."
+        raise MeshError(msg)
 
 
 def mesh_of_shape(shape: Sequence[int]) -> DeviceMesh:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from shardkit._compat import torch_groups
 from shardkit._errors import StateError
 from shardkit.backends.device import AcceleratorDevice
-from shardkit.backends.graphs import StreamGraph
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
     REDUCE_OPS,
@@ -32,7 +30,7 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
-from shardkit.backends.watch.watchdog import channel_of
+from shardkit.backends.watch.watchdog import channel_of, current_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,7 +72,7 @@ class PeerHandle:
 
     def wait(self) -> None:
         """Let the compute stream wait; the host goes on, unless the memory is the host's."""
-        self._device.wait(self._device.current_stream(), self._event)
+        self._device.current_stream().wait_event(self._event)
         back, self._back = self._back, None
         if back is not None:
             back[0].copy_(back[1])
@@ -83,7 +81,7 @@ class PeerHandle:
     def __del__(self) -> None:
         """Keep memory until the exchange has used it, also if an error dropped the handle."""
         if self._kept:
-            self._device.wait(self._device.current_stream(), self._event)
+            self._device.current_stream().wait_event(self._event)
 
 
 class AcceleratorAxis(ProcessGroupAxis):
@@ -91,7 +89,9 @@ class AcceleratorAxis(ProcessGroupAxis):
 
     Attributes:
         device: Device on which its collectives run.
-        reduce_group: Group for reduce-scatters; that of the gathers unless it was separated.
+        reduce_group: Group for reduce-scatters; that of the gathers, or `separate_group`.
+        separate_group: Group for reduce-scatters alone, when it is made.
+        averages: Whether the engine can divide by the number of ranks, and merge all-gathers.
         host_group: Group for small host tensors, so that the host need not wait for the device;
             None: the process group was made without an engine for the host.
     """
@@ -100,10 +100,9 @@ class AcceleratorAxis(ProcessGroupAxis):
         super().__init__(group)
         self.device = device
         self.reduce_group = group
-        self._separate_group: dist.ProcessGroup | None = None
+        self.separate_group: dist.ProcessGroup | None = None
         engine = torch_groups.process_group_backend(group, device.device)
         self.averages = engine is not None and engine.name() in _CAPABLE_ENGINES
-        self.coalesces = self.averages
         has_host_engine = torch_groups.process_group_backend(group, torch.device("cpu")) is not None
         self.host_group = group if has_host_engine else None
         self._peer_stream: Stream | None = None
@@ -125,15 +124,15 @@ class AcceleratorAxis(ProcessGroupAxis):
             self._peer_stream = self.device.new_stream()
         stream = self._peer_stream
         # The exchange sends what compute has written, and overwrites what compute has read.
-        self.device.wait(stream, self.device.record(self.device.current_stream()))
+        stream.wait_event(self.device.current_stream().record_event())
         issued = self.issue("all-to-all", job.of, job.total_nbytes)
         with self.device.on(stream):
             if self.size > 1:
                 splits = (list(job.receive_nbytes), list(job.send_nbytes))
                 dist.all_to_all_single(receive, send, *splits, group=self.group)
-        event = self.device.record(stream)
+        event = stream.record_event()
         if issued is not None:
-            issued.started(functools.partial(self.device.has_passed, event))
+            issued.started(self.device, event)
         back = (job.receive, receive) if is_on_host else None
         return PeerHandle(self.device, event, (send, receive), back)
 
@@ -168,20 +167,12 @@ class AcceleratorAxis(ProcessGroupAxis):
         elif self.size > 1:
             issued = channel_of(self.group).issue(f"all-reduce ({op})", "", tensor.nbytes)
             dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group)
-            event = self.device.record(self.device.current_stream())
-            issued.started(functools.partial(self.device.has_passed, event))
+            issued.started(self.device, self.device.current_stream().record_event())
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See `AxisComm.broadcast`."""
         with self._on_device(tensor) as on_device:
             super().broadcast(on_device, src)
-
-    def separate_reduce(self, *, enable: bool) -> None:
-        """Reduce on a separate communicator, or on that of the gathers. Collective."""
-        if enable and self.size > 1 and self._separate_group is None:
-            self._separate_group = sub_group(self.group, [range(self.size)])
-        separate = self._separate_group if enable else None
-        self.reduce_group = separate or self.group
 
 
 # --- sums -----------------------------------------------------------------------------------------
@@ -301,7 +292,7 @@ class EventHandle:
     def wait(self) -> None:
         """Let the compute stream wait; the host goes on."""
         # order: compute waits for the gather
-        self._device.wait(self._device.current_stream(), self._event)
+        self._device.current_stream().wait_event(self._event)
 
 
 class ReduceEventHandle:
@@ -309,24 +300,20 @@ class ReduceEventHandle:
 
     Attributes:
         fence: Event after which the send buffers are free.
+        issued: The collectives; None: one over a single rank.
     """
 
     was_copied = False
 
     def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
         self.fence: Event | None = None
-        self._issued: list[Issued] = []
+        self.issued: list[Issued | None] = []
         self._device = device
         self._outs = outs
         # Memory of the compute stream that other streams use. It is freed when they are done.
         self._kept: list[Tensor] = []
         self._ends: list[Event] = []
         self._is_on_host = False
-
-    def note(self, issued: Issued | None) -> None:
-        """Note one of the collectives."""
-        if issued is not None:
-            self._issued.append(issued)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Let memory live until the compute stream waits for the results."""
@@ -336,22 +323,23 @@ class ReduceEventHandle:
     def started(self, fence: Event, ends: list[Event], *, is_on_host: bool) -> None:
         """Note the event after the last use of the send buffers, and the events after results."""
         self.fence, self._ends, self._is_on_host = fence, ends, is_on_host
-        for issued in self._issued:
-            issued.started(functools.partial(self._device.has_passed, ends[-1]))
+        for issued in self.issued:
+            if issued is not None:
+                issued.started(self._device, ends[-1])
 
     def wait_sent(self) -> None:
         """Let the compute stream wait until the send buffers are free; the host goes on."""
         assert self.fence is not None  # `started` was called.
         # order: compute waits for the last use of send buffers
-        self._device.wait(self._device.current_stream(), self.fence)
+        self._device.current_stream().wait_event(self.fence)
 
     def wait(self) -> list[Tensor]:
         """Let the compute stream wait; the host goes on, unless results are offloaded to it."""
         stream = self._device.current_stream()
         for event in self._ends:
-            self._device.wait(stream, event)  # order: compute waits for the results
+            stream.wait_event(event)  # order: compute waits for the results
             if self._is_on_host:
-                self._device.synchronize(event)  # order: the host waits for offloaded results
+                event.synchronize()  # order: the host waits for offloaded results
         self._kept.clear()
         return self._outs
 
@@ -379,7 +367,6 @@ class _Prepared:
 class DeviceCheckHandle:
     """Numbers on their way from the device, through pinned memory, to a host tensor."""
 
-    _device: AcceleratorDevice
     _target: Tensor
     _pinned: Tensor
     _event: Event
@@ -388,7 +375,7 @@ class DeviceCheckHandle:
 
     def wait(self) -> None:
         """Block the host until the numbers are there."""
-        self._device.synchronize(self._event)  # order: the host waits for compared numbers
+        self._event.synchronize()  # order: the host waits for compared numbers
         self._target.copy_(self._pinned)
 
 
@@ -438,7 +425,10 @@ class AcceleratorStreams(WatchedStreams):
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
         """Reduce over `axis` on a separate communicator, or on that of the gathers."""
         assert isinstance(axis, AcceleratorAxis)
-        axis.separate_reduce(enable=enable)
+        if enable and axis.size > 1 and axis.separate_group is None:
+            axis.separate_group = sub_group(axis.group, [range(axis.size)])
+        separate = axis.separate_group if enable else None
+        axis.reduce_group = separate or axis.group
 
     def new_storage(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory of the device."""
@@ -457,27 +447,27 @@ class AcceleratorStreams(WatchedStreams):
 
     def fence(self) -> Event:
         """Record an event on the compute stream."""
-        return self._device.record(self._device.current_stream())
+        return self._device.current_stream().record_event()
 
     def wait_fence(self, fence: Event | None) -> None:
         """Let the compute stream wait."""
         if fence is not None:
             # order: compute waits for a slot's last use
-            self._device.wait(self._device.current_stream(), fence)
+            self._device.current_stream().wait_event(fence)
 
     def follow_compute(self) -> None:
         """Let the gather stream wait for writes to shards, whichever slots it will use."""
-        self._device.wait(self._gather, self.fence())  # order: gathers wait for writes to shards
+        self._gather.wait_event(self.fence())  # order: gathers wait for writes to shards
 
     def after_optimizer(self, event: Event) -> None:
         """Let the gather stream wait for a user's event."""
-        self._device.wait(self._gather, event)  # order: gathers wait for the optimizer's event
+        self._gather.wait_event(event)  # order: gathers wait for the optimizer's event
 
     def fork(self) -> None:
         """Let all streams wait for compute, whose capture has begun, so that it captures them."""
         start = self.fence()
         for stream in (*self._streams, *self._hook_streams):
-            self._device.wait(stream, start)  # order: all streams join a capture
+            stream.wait_event(start)  # order: all streams join a capture
         self._has_forked = True
 
     def end_fork(self) -> None:
@@ -489,15 +479,15 @@ class AcceleratorStreams(WatchedStreams):
         compute = self._device.current_stream()
         for stream in (*self._streams, *self._hook_streams):
             # order: compute waits for all streams
-            self._device.wait(compute, self._device.record(stream))
+            compute.wait_event(stream.record_event())
 
     def settle_host_reads(self, *, compute: bool) -> None:
         """Block the host until all copies from offloaded shards are done."""
         if compute:
-            self._device.synchronize(self.fence())
+            self.fence().synchronize()
         event, self._host_read = self._host_read, None
         if event is not None:
-            self._device.synchronize(event)  # order: the host waits for copies of offloaded shards
+            event.synchronize()  # order: the host waits for copies of offloaded shards
 
     # --- collectives ---
 
@@ -509,15 +499,15 @@ class AcceleratorStreams(WatchedStreams):
         issued = axis.issue("all-gather", of, sum(gather.full.nbytes for gather in gathers))
         for event in after:
             if event is not None:
-                self._device.wait(self._gather, event)  # order: gathers wait for slots' readers
+                self._gather.wait_event(event)  # order: gathers wait for slots' readers
         with self._device.on(self._gather):  # order: gathers run on their own stream
             for gather in gathers:
                 gather.own.copy_(gather.shard, non_blocking=True)
             if axis.size > 1:
                 _gather_all(gathers, axis)
-        event = self._device.record(self._gather)
+        event = self._gather.record_event()
         if issued is not None:
-            issued.started(functools.partial(self._device.has_passed, event))
+            issued.started(self._device, event)
         if any(gather.is_on_host for gather in gathers):
             self._host_read = event  # order: the host waits for the last copy from its shards
         return EventHandle(self._device, event)
@@ -528,7 +518,7 @@ class AcceleratorStreams(WatchedStreams):
         outs = [self._new_result(reduction) for reduction in reductions]
         handle = ReduceEventHandle(self._device, outs)
         prepared = [self._prepare(*pair, handle) for pair in zip(reductions, outs, strict=True)]
-        self._device.wait(self._reduce, self.fence())  # order: reductions wait for compute
+        self._reduce.wait_event(self.fence())  # order: reductions wait for compute
         try:
             # order: send buffers wait for the reduce-scatter
             ends = [self._reduce, *(self._start_one(each, handle, of) for each in prepared)]
@@ -537,7 +527,7 @@ class AcceleratorStreams(WatchedStreams):
             self.join()  # order: after an error compute waits for what was issued
             raise
         # order: compute waits for every stream that results end on
-        events = [self._device.record(stream) for stream in dict.fromkeys(ends)]
+        events = [stream.record_event() for stream in dict.fromkeys(ends)]
         is_on_host = any(reduction.is_to_host for reduction in reductions)
         handle.started(events[0], events, is_on_host=is_on_host)
         return handle
@@ -573,7 +563,8 @@ class AcceleratorStreams(WatchedStreams):
         shard_axis = reduction.shard_axis
         assert isinstance(shard_axis, AcceleratorAxis)
         nbytes = reduction.send.nbytes
-        handle.note(shard_axis.issue("reduce-scatter", of, nbytes, shard_axis.reduce_group))
+        issued = shard_axis.issue("reduce-scatter", of, nbytes, shard_axis.reduce_group)
+        handle.issued.append(issued)
         with self._device.on(stream):
             total = sums.reduce_scatter(prepared.into)
             if sums.replicate_axis is None:
@@ -581,7 +572,7 @@ class AcceleratorStreams(WatchedStreams):
         if sums.replicate_axis is not None:
             stream = self._follow(self._all_reduce, stream)
             if reduction.all_reduce is None:
-                handle.note(sums.replicate_axis.issue("all-reduce", of, total.nbytes))
+                handle.issued.append(sums.replicate_axis.issue("all-reduce", of, total.nbytes))
             with self._device.on(stream):
                 sums.all_reduce(total)
                 sums.finish(total, result)
@@ -600,7 +591,7 @@ class AcceleratorStreams(WatchedStreams):
     def _follow(self, stream: Stream, before: Stream) -> Stream:
         """Let a stream continue after all work issued on another."""
         # order: a stream waits for the one before it
-        self._device.wait(stream, self._device.record(before))
+        stream.wait_event(before.record_event())
         return stream
 
     def start_all_reduce_max(
@@ -627,7 +618,7 @@ class AcceleratorStreams(WatchedStreams):
                 axis.issue("all-reduce", of, tensor.nbytes)
                 dist.all_reduce(on_device, dist.ReduceOp.MAX, group=axis.group)
             pinned.copy_(on_device, non_blocking=True)
-        return DeviceCheckHandle(self._device, tensor, pinned, self._device.record(self._reduce))
+        return DeviceCheckHandle(tensor, pinned, self._reduce.record_event())
 
 
 def _as_own(axes: Sequence[AxisComm]) -> list[AcceleratorAxis]:
@@ -644,10 +635,66 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
         if gather.comm is not None:
             custom = custom_all_gather(gather, axis.group, async_op=False)
             gather.full.copy_(custom.received)
-    is_one = len(own) > 1 and axis.coalesces
+    is_one = len(own) > 1 and axis.averages
     with torch_groups.coalesced(axis.group) if is_one else contextlib.nullcontext():
         for gather in own:
             all_gather_single(gather.full, gather.own, group=axis.group)
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+class StreamGraph:
+    """A graph of an accelerator, whose work communicates over process groups."""
+
+    def __init__(self, device: AcceleratorDevice, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._device = device
+        self._groups = groups
+        self._graph = device.new_graph()
+        self._stream = device.new_compute_stream()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let compute run on the stream where it is captured later.
+
+        It runs after all compute issued so far, and before all compute issued later.
+        """
+        device, before = self._device, self._device.current_stream()
+        self._stream.wait_event(before.record_event())
+        try:
+            with device.on(self._stream):
+                yield
+        finally:
+            before.wait_event(self._stream.record_event())
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture compute instead of running it."""
+        current_watchdog().has_captured = True
+        cause: BaseException | None = None
+        try:
+            with self._device.capturing(self._graph, self._stream):
+                try:
+                    yield
+                except BaseException as error:
+                    cause = error
+                    raise
+        except BaseException:
+            if cause is not None:
+                raise cause from cause.__cause__  # Hide the error at the end of a broken capture.
+            raise
+
+    def replay(self, of: str) -> None:
+        """Run the captured work, in the order of the current stream; the host goes on.
+
+        Args:
+            of: Name of the step, by which ranks compare what they are about to do.
+        """
+        issued = [channel_of(group).issue("replay", of, 0) for group in self._groups]
+        self._graph.replay()
+        event = self._device.current_stream().record_event()
+        for each in issued:
+            each.started(self._device, event)
 
 
 # --- the backend ----------------------------------------------------------------------------------

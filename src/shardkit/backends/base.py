@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._settings import AllGather, ReduceScatter
+    from shardkit.backends.accelerator import StreamGraph
     from shardkit.backends.device import Event, Stream
-    from shardkit.backends.graphs import StreamGraph
 
 
 class InGraph:
-    """Fence of work that the compiler orders: nobody has to wait."""
+    """`Event` for which nobody has to wait: the compiler orders the work, or nothing runs."""
 
     def query(self) -> bool:
-        """Whether the work is done, for callers outside of the graph."""
+        """Whether the work is done: it is, for callers outside of the graph."""
         return True
 
     def synchronize(self) -> None:
@@ -435,20 +435,33 @@ class CommStreams(ABC):
         raise NotImplementedError(tensor, axes, of)
 
 
-class MeshBackend(ABC):
-    """Object that communicates along the axes of a mesh.
+class Backend(ABC):
+    """Object that communicates along the axes of a mesh, over which modules can be sharded.
 
     Attributes:
         device: Device of the parameters.
         is_traced: Whether operators are traced into a graph, which runs later; see `Region`.
         is_spmd: Whether one process traces the program of all ranks, and has all their pieces.
         is_dry: Whether all tensors are on meta, without values: nothing is computed.
+        is_host_synchronous: Whether the host is in step with the device.
+        has_own_memory: Whether the device's memory is not the host's, so that shards may be
+            offloaded.
+        copies_gradients_together: Whether a kernel costs more than memory. Then a layer's gradients
+            are held until all have come, and one kernel copies them.
+        gradient_weight: Multiplier that turns gradients of the global-mean loss into gradients of
+            this rank's local-mean loss.
+        batches_small_groups: Whether it is better that small groups travel together.
     """
 
     device: torch.device
     is_dry: bool = False
     is_traced: bool = False
     is_spmd: bool = False
+    is_host_synchronous: bool = True
+    has_own_memory: bool = False
+    copies_gradients_together: bool = False
+    gradient_weight: float = 1.0
+    batches_small_groups: bool = True
 
     @property
     def is_current(self) -> bool:
@@ -474,33 +487,12 @@ class MeshBackend(ABC):
         raise NotImplementedError(ranks)
 
     @abstractmethod
-    def for_axes(self, axes: Sequence[int]) -> MeshBackend:
+    def for_axes(self, axes: Sequence[int]) -> Backend:
         """Return the backend of the submesh made of `axes`."""
 
     def ranks_tensor(self, ranks: Sequence[int], shape: tuple[int, ...]) -> Tensor:
         """Return the ranks of a mesh as `DeviceMesh.mesh` of torch has them."""
         return torch.tensor(ranks, dtype=torch.int, device="cpu").view(shape)
-
-
-class Backend(MeshBackend):
-    """A `MeshBackend` over whose mesh modules can be sharded.
-
-    Attributes:
-        is_host_synchronous: Whether the host is in step with the device.
-        has_own_memory: Whether the device's memory is not the host's, so that shards may be
-            offloaded.
-        copies_gradients_together: Whether a kernel costs more than memory. Then a layer's gradients
-            are held until all have come, and one kernel copies them.
-        gradient_weight: Multiplier that turns gradients of the global-mean loss into gradients of
-            this rank's local-mean loss.
-        batches_small_groups: Whether it is better that small groups travel together.
-    """
-
-    is_host_synchronous: bool = True
-    has_own_memory: bool = False
-    copies_gradients_together: bool = False
-    gradient_weight: float = 1.0
-    batches_small_groups: bool = True
 
     def receive_chunks(self, axis: AxisComm) -> int:
         """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""

@@ -90,18 +90,6 @@ class AcceleratorDevice:
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
-    def record(self, stream: Stream) -> Event:
-        """Return an event that comes after all work issued on `stream` so far."""
-        return stream.record_event()
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Let work issued on `stream` from now on come after `event`; the host goes on."""
-        stream.wait_event(event)
-
-    def synchronize(self, event: Event) -> None:
-        """Block the host until `event`."""
-        event.synchronize()
-
     def has_passed(self, event: Event) -> bool | None:
         """Whether an event has passed; None: a graph is being captured, which forbids the query.
 
@@ -199,14 +187,14 @@ def use_own_device(device_type: str, local_rank: str | None = None) -> None:
 
 def accelerator_type() -> str | None:
     """Return the type of this machine's accelerator; None: it has none with streams."""
-    if not torch.accelerator.is_available():
-        return None
     accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return None
     try:
-        device_module("" if accelerator is None else accelerator.type)
+        device_module(accelerator.type)
     except MeshError:
         return None
-    return None if accelerator is None else accelerator.type
+    return accelerator.type
 
 
 def device_module(device_type: str) -> Any:

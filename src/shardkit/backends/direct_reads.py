@@ -24,7 +24,7 @@ import torch
 
 from shardkit._compat import torch_groups
 from shardkit.backends import groups
-from shardkit.backends.host_links import CONNECT_S, RETRY_S, is_sent
+from shardkit.backends.host_links import CONNECT_S, RETRY_S, Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,23 +140,20 @@ def _table_of(tensors: Sequence[Tensor]) -> array[int]:
 # --- the thread that reads ------------------------------------------------------------------------
 
 
-class _OtherRank:
+class _OtherRank(Outbox):
     """Another rank, as the thread sees it."""
 
     def __init__(self, place: int, connection: socket.socket, pid: int) -> None:
+        super().__init__(connection)
         self.place = place
-        self.connection = connection
         self.pid = pid
-        self.unsent: deque[bytes] = deque()
         self.offers: dict[tuple[int, int], tuple[int, int]] = {}  # Of exchanges not started here.
         self.error: str | None = None  # Why it has been lost.
 
     def send(self, *message: int) -> None:
-        """Send a message, and those that are unsent, as far as there is room."""
-        if message:
-            self.unsent.append(_MESSAGE.pack(*message))
-        while self.unsent and is_sent(self.connection, self.unsent[0]):
-            self.unsent.popleft()
+        """Send a message after those that are unsent."""
+        self.unsent.append((_MESSAGE.pack(*message), None))
+        self.send_unsent()
 
 
 class _Reader:
@@ -211,7 +208,7 @@ class _Reader:
         while self._started:
             self._begin(*self._started.popleft())
         for peer in there.values():
-            peer.send()
+            peer.send_unsent()
 
     def _begin(self, lane: int, exchange: DirectExchange) -> None:
         key = lane, self._num_started[lane]

@@ -18,6 +18,7 @@ from torch.distributed import device_mesh as torch_mesh
 from shardkit._compat import torch_groups
 from shardkit._errors import StateError
 from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
+from shardkit.backends.base import InGraph
 from shardkit.backends.device import AcceleratorDevice
 from shardkit.backends.gloo import GlooAxis, GlooBackend
 from shardkit.backends.groups import sub_group
@@ -38,15 +39,8 @@ _host_makers: list[None] = []
 """List that is not empty while memory of the host is made."""
 
 
-class _NoStream:
+class _NoStream(InGraph):
     """`Stream` and `Event` of a device on which nothing runs."""
-
-    def query(self) -> bool:
-        """Whether all work is done: it is."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
 
     def record_event(self) -> Event:
         """Return an event."""
@@ -143,7 +137,7 @@ class DryAcceleratorBackend(AcceleratorBackend):
     def make_axis(self, group: dist.ProcessGroup) -> AcceleratorAxis:
         """Return the communicator over a process group."""
         axis = super().make_axis(group)
-        axis.averages = axis.coalesces = True
+        axis.averages = True
         axis.host_group = group
         return axis
 

@@ -77,6 +77,8 @@ class TensorParallel:
     torch_mesh: TorchDeviceMesh = field(compare=False, repr=False)  # As torch's object.
     # The cuts, in the order in which they are made; none over axes of replicas.
     splits: tuple[Split, ...] = field(compare=False, repr=False)
+    # Shape of this rank's part, which is cut flat and gathered.
+    local_shape: tuple[int, ...] = field(compare=False, repr=False)
     # The DTensor's placements on all axes of `torch_mesh`. `mesh` and `placements` lack those that
     # `outside` has taken away: `data_dims`, along which ranks compute with data of their own.
     shown: tuple[Any, ...] = field(compare=False, repr=False)
@@ -118,6 +120,7 @@ class TensorParallel:
             placements=tuple(param.placements),
             torch_mesh=param.device_mesh,
             splits=tuple(splits),
+            local_shape=tuple(sizes),
             shown=tuple(param.placements),
         )
 
@@ -158,15 +161,6 @@ class TensorParallel:
         for split in self.splits:
             offsets[split.dim] += split.owned_range[0]
         return tuple(offsets)
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part, which is cut flat and gathered."""
-        sizes = list(self.shape)
-        for split in self.splits:
-            start, stop = split.owned_range
-            sizes[split.dim] = stop - start
-        return tuple(sizes)
 
     def check(self, name: str, param: Any, mesh: DeviceMesh) -> None:
         """Refuse a parameter that cannot be sharded over `mesh`.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from shardkit.backends.process_group import CustomCollective
     from shardkit.backends.shared_memory import Shared, SharedMemory
     from shardkit.backends.watch.watchdog import Issued
+
+    _Pieces = tuple[Sequence[Tensor], list[Tensor], Tensor]
 
 
 # --- a mesh axis over gloo ------------------------------------------------------------------------
@@ -142,20 +145,24 @@ class ExchangeHandle:
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
         self._together = _travelling_together(reductions)
-        self._exchanges: list[Exchange | SharedExchange | ReadExchange] = []
+        self._exchanges: list[Exchange] = []
         for positions in self._together:
             several = [reductions[i] for i in positions]
-            if _is_shared(several):
-                self._exchanges.append(SharedExchange(several, of))
+            first, axis = several[0], several[0].shard_axis
+            assert isinstance(axis, GlooAxis)
+            nbytes = sum(reduction.send.nbytes for reduction in several)
+            # A user's all-reduce may keep the tensor that it gets.
+            if first.comm is None and first.all_reduce is None and axis.shares(nbytes):
+                self._exchanges.append(SharedExchange(several, nbytes, of))
                 continue
-            first, is_read = several[0], _is_read(several[0])
+            is_read = first.comm is None and axis.direct is not None and nbytes > 0
             sends_in_place = is_read and first.before is None  # Gradients are not ours to scale.
             is_copied = len(several) > 1 or (bool(first.parts) and not sends_in_place)
             self.was_copied &= is_copied
             one = _joined(several) if is_copied else first
             if one.before is not None:
                 one.send.mul_(one.before)
-            self._exchanges.append(ReadExchange(one, of) if is_read else Exchange(one, of))
+            self._exchanges.append((ReadExchange if is_read else SentExchange)(one, of))
         self._numels = [reduction.out_numel for reduction in reductions]
         self._outs: list[Tensor] | None = None
 
@@ -177,127 +184,162 @@ class ExchangeHandle:
         return self._outs
 
 
-def sends_own(axis: AxisComm) -> bool:
-    """Whether this rank's own piece takes part in the exchange.
+def num_received(axis: AxisComm) -> int:
+    """Return the number of pieces that gloo's exchange receives.
 
     The data to send must be contiguous, so only the first and the last rank can leave their own
     piece out. With two ranks that halves the receive buffer.
     """
-    return axis.rank not in (0, axis.size - 1)
+    return axis.size - 1 if axis.rank in (0, axis.size - 1) else axis.size
 
 
-class Exchange:
-    """An exchange that sends every rank of an axis its range of a reduction.
+class Exchange(ABC):
+    """A reduction whose pieces come to this rank in some way; then they are added, and scaled."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        assert isinstance(reduction.shard_axis, GlooAxis)
+        self._axis = reduction.shard_axis
+        # The data that is sent is not kept for longer than the ranks need it.
+        self._reduction = dataclasses.replace(reduction, send=reduction.send[:0], parts=())
+        self._total: Tensor | None = None
+        self._is_own = False  # Whether the memory of the sum has no other use.
+
+    @abstractmethod
+    def _pieces(self) -> _Pieces:
+        """Block until all pieces have come, and stop holding them.
+
+        Returns:
+            This rank's piece, in parts, which is the sum if there are no others; the pieces of the
+            other ranks, in rank order; memory for the sum, which may be one of the first two
+            pieces.
+        """
+
+    def add(self) -> None:
+        """Block until all pieces have come, and add them. A second call returns at once.
+
+        They are added in rank order, so that replicas get the same result: pieces of low precision
+        in fp32, others in their own dtype and in the memory of one of them.
+        """
+        if self._total is not None:
+            return
+        own, others, memory = self._pieces()
+        if not others:
+            self._total, self._is_own = own[0].clone(), True
+            return
+        wide = torch.promote_types(memory.dtype, torch.float32)
+        self._is_own = {each.dtype for each in (*own, *others)} != {wide}
+        total = torch.empty_like(memory, dtype=wide) if self._is_own else memory
+        at = 0
+        for part in own:
+            stop = at + part.numel()
+            addends = [piece[at:stop] for piece in others]
+            addends.insert(self._axis.rank, part.view(-1))
+            _add_to(total[at:stop], addends)
+            at = stop
+        self._total = total
+
+    def finish(self) -> Tensor:
+        """All-reduce the sum over the replicate axis, and scale it; return the result, once."""
+        reduction, total, is_own = self._reduction, self._total, self._is_own
+        assert total is not None, "the pieces have been added"
+        self._total = None
+        before = 1.0 if reduction.before is None else reduction.before
+        scale = reduction.scale / before
+        if reduction.carry is not None:
+            # In the dtype of the carry: the sum of one piece is not widened.
+            total, is_own = reduction.carry.mul_(before).add_(total), False
+        axis = reduction.replicate_axis
+        if axis is not None and axis.size > 1 and reduction.all_reduce is not None:
+            reduction.all_reduce(total, scale)
+        elif axis is not None:
+            # Sums cross the axis in the dtype that the user chose for the wire.
+            on_wire = total.to(reduction.send.dtype)
+            axis.all_reduce(on_wire, "sum")
+            total.copy_(on_wire)
+        if is_own and reduction.all_reduce is None and total.dtype == reduction.out_dtype:
+            out = total.mul_(scale)
+        else:
+            out = torch.empty_like(total, dtype=reduction.out_dtype)
+            if out.dtype == total.dtype:
+                torch.mul(total, scale, out=out)
+            else:
+                out.copy_(total.mul_(scale))
+        if reduction.hook is not None:
+            reduction.hook(out)
+        return out
+
+
+class SentExchange(Exchange):
+    """An exchange in which gloo sends every rank its range.
 
     If the user gave a reduce-scatter, that function computes the sum, and there is one piece.
     """
 
     def __init__(self, reduction: Reduction, of: str) -> None:
-        self._reduction: Any = reduction  # None when it is done, which frees its buffers.
-        self._total: Any = None
-        self._received: Tensor | None = None
-        self._custom: CustomCollective | None = None
+        super().__init__(reduction)
+        send, axis, numel = reduction.send, self._axis, reduction.out_numel
+        self._found: _Pieces | None = [send], [], send
         self._work: WorkHandle | None = None
-        axis = reduction.shard_axis
-        assert isinstance(axis, GlooAxis)
-        if axis.size == 1 or not reduction.send.numel():  # One rank, or empty parameters only.
+        self._custom: CustomCollective | None = None
+        if axis.size == 1 or not send.numel():  # One rank, or empty parameters only.
             return
+        group = axis.reduce_group
+        assert group is not None
         if reduction.comm is not None:
-            assert axis.reduce_group is not None
-            issued = axis.issue("reduce-scatter", of, reduction.send.nbytes, axis.reduce_group)
-            self._custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=True)
+            issued = axis.issue("reduce-scatter", of, send.nbytes, group)
+            self._custom = custom_reduce_scatter(reduction, group, async_op=True)
+            self._found = [self._custom.received], [], send
             self._work = WorkHandle([self._custom.work], issued)
-        else:
-            self._received = reduction.room()
-            self._work = _start_all_to_all(self._received, reduction.send, axis, of)
-
-    def add(self) -> None:
-        """Block until all pieces have come, and add them. A second call returns at once."""
-        if self._total is not None or self._reduction is None:
             return
+        received, rows = reduction.room(), send.view(axis.size, -1)
+        others, splits = list(received.view(-1, numel)), [numel] * axis.size
+        if len(others) == axis.size:
+            own = others.pop(axis.rank)
+        else:  # It stays in the send buffer.
+            own, splits[axis.rank] = rows[axis.rank], 0
+            rows = rows[1:] if axis.rank == 0 else rows[:-1]
+        self._found = [own], others, received[:numel]
+        issued = axis.issue("reduce-scatter", of, send.nbytes, group)
+        work = dist.all_to_all_single(
+            received.view(-1), rows.view(-1), splits, splits, group=group, async_op=True
+        )
+        self._work = WorkHandle([work], issued)
+
+    def _pieces(self) -> _Pieces:
+        """Return the pieces, see `Exchange`."""
         if self._work is not None:
             self._work.wait()
-        if self._custom is not None:
-            self._total = self._custom.received.clone()  # Its buffer is freed below.
-        elif self._received is None:
-            self._total = self._reduction.send.clone()
-        else:
-            self._total = _sum_of(self._pieces(self._received), self._received)
-        self._custom = self._work = None
-        self._reduction = dataclasses.replace(self._reduction, send=self._reduction.send[:0])
-
-    def _pieces(self, received: Tensor) -> list[Tensor]:
-        """Return this rank's range of every rank's gradients, in rank order."""
-        send, axis = self._reduction.send, self._reduction.shard_axis
-        rows = list(received.view(-1, self._reduction.out_numel))
-        if not sends_own(axis):  # The own piece is in the send buffer.
-            rows.insert(axis.rank, send.view(axis.size, -1)[axis.rank])
-        return rows
-
-    def finish(self) -> Tensor:
-        """Return the result, once."""
-        reduction, total = self._reduction, self._total
-        self._reduction = self._total = self._received = None
-        return _finish(reduction, total)
+        found, self._found, self._custom = self._found, None, None
+        assert found is not None, "they are taken once"
+        return found
 
 
-class ReadExchange:
-    """A large reduce-scatter whose pieces ranks read from each other, wherever they are."""
+class ReadExchange(Exchange):
+    """A large exchange: ranks read the pieces from each other, wherever they are."""
 
     def __init__(self, reduction: Reduction, of: str) -> None:
-        axis = reduction.shard_axis
-        assert isinstance(axis, GlooAxis)
+        super().__init__(reduction)
+        axis, numel = self._axis, reduction.out_numel
         assert axis.direct is not None
         issued = axis.issue("reduce-scatter", of, reduction.send.nbytes, axis.reduce_group)
-        self._rows = _readable_rows(reduction)
+        rows = _readable_rows(reduction)
         self._narrow = reduction.part_dtype or reduction.send.dtype
-        numel = reduction.out_numel
         self._received = list(reduction.room().view(-1, numel)[: axis.size - 1])
-        self._reduction = dataclasses.replace(reduction, send=reduction.send[:0], parts=())
-        self._total: Tensor | None = None
-        self._is_own = False
-        rows = [row for rank, row in enumerate(self._rows) if rank != axis.rank]
+        self._own = rows.pop(axis.rank)
         narrow_nbytes = numel * self._narrow.itemsize
         self._exchange = axis.direct.start(rows, self._received, _REDUCTIONS, narrow_nbytes)
         self._work = WorkHandle([self._exchange], issued)
 
-    def add(self) -> None:
-        """Block until all pieces have come, and add them. A second call returns at once."""
-        if self._total is not None:
-            return
+    def _pieces(self) -> _Pieces:
+        """Return the pieces, see `Exchange`."""
         self._work.wait()
-        rank, first = self._reduction.shard_axis.rank, self._received[0]
-        pieces = [
+        own, received = self._own, self._received
+        self._own, self._received = [], []
+        others = [
             piece if nbytes == piece.nbytes else piece.view(self._narrow)[: len(piece)]
-            for piece, nbytes in zip(self._received, self._exchange.nbytes, strict=True)
+            for piece, nbytes in zip(received, self._exchange.nbytes, strict=True)
         ]
-        wide = _wide(first.dtype)
-        dtypes = {each.dtype for each in (*pieces, *self._rows[rank])}
-        self._is_own = dtypes != {wide}
-        self._total = torch.empty_like(first, dtype=wide) if self._is_own else first
-        at = 0
-        for own in self._rows[rank]:
-            stop = at + own.numel()
-            addends = [piece[at:stop] for piece in pieces]
-            addends.insert(rank, own.view(-1))
-            _add_to(self._total[at:stop], addends)
-            at = stop
-        self._rows = []
-
-    def finish(self) -> Tensor:
-        """Return the result, once."""
-        self.add()
-        total, self._total, self._received = self._total, None, []
-        assert total is not None
-        return _finish(self._reduction, total, is_own=self._is_own)
-
-
-def _is_read(reduction: Reduction) -> bool:
-    """Whether ranks read the pieces of a reduction from each other."""
-    axis = reduction.shard_axis
-    assert isinstance(axis, GlooAxis)
-    is_plain = reduction.comm is None and reduction.send.numel() > 0
-    return is_plain and axis.size > 1 and axis.direct is not None
+        return own, others, received[0]
 
 
 def _readable_rows(reduction: Reduction) -> list[list[Tensor]]:
@@ -311,60 +353,41 @@ def _readable_rows(reduction: Reduction) -> list[list[Tensor]]:
     return [[part.to(reduction.send.dtype) for part in row] for row in rows]
 
 
-class SharedExchange:
-    """A reduce-scatter of small reductions of the same kind, in memory that the ranks share.
+class SharedExchange(Exchange):
+    """An exchange of small reductions of the same kind, in memory that the ranks share.
 
     Each rank adds the other ranks' pieces to its own range, in its own block.
     """
 
-    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
-        first, axis = reductions[0], reductions[0].shard_axis
-        assert isinstance(axis, GlooAxis)
-        assert axis.shared is not None
-        nbytes = sum(reduction.send.nbytes for reduction in reductions)
-        self._issued = axis.issue("reduce-scatter", of, nbytes, axis.reduce_group)
-        block = axis.shared.block(nbytes)
-        send = block.memory[:nbytes].view(first.send.dtype)
+    def __init__(self, reductions: Sequence[Reduction], nbytes: int, of: str) -> None:
+        super().__init__(reductions[0])
+        shared, before = self._axis.shared, reductions[0].before
+        assert shared is not None
+        self._issued = self._axis.issue("reduce-scatter", of, nbytes, self._axis.reduce_group)
+        block = shared.block(nbytes)
+        send = block.memory[:nbytes].view(reductions[0].send.dtype)
         end_to_end(reductions, out=send)
         _clear_parts(reductions)
-        if first.before is not None:
-            send.mul_(first.before)
-        self._rows = send.view(axis.size, -1)
-        self._reduction = dataclasses.replace(
-            first, send=first.send[:0], parts=(), out_numel=self._rows.shape[1]
-        )
-        self._total: Tensor | None = None
-        self._shared = axis.shared.share(block, nbytes, _REDUCTIONS)
+        if before is not None:
+            send.mul_(before)
+        self._rows = send.view(self._axis.size, -1)
+        self._shared = shared.share(block, nbytes, _REDUCTIONS)
 
-    def add(self) -> None:
-        """Block until all ranks have shared theirs, and add them. A second call returns at once."""
-        if self._total is not None:
-            return
-        rank = self._reduction.shard_axis.rank
+    def _pieces(self) -> _Pieces:
+        """See `Exchange`. The sum must not overwrite a piece that is added later."""
+        rank = self._axis.rank
         own = self._rows[rank]
-        others = _others(self._shared, self._issued)
-        pieces = [other.view(own.dtype).view_as(self._rows)[rank] for other in others]
-        pieces.insert(rank, own)
-        # The sum must not overwrite a piece that is added later.
-        self._total = _sum_of(pieces, own if rank in (0, 1) else torch.empty_like(own))
+        others = [
+            other.view(own.dtype).view_as(self._rows)[rank]
+            for other in _others(self._shared, self._issued)
+        ]
+        return [own], others, own if rank in (0, 1) else torch.empty_like(own)
 
     def finish(self) -> Tensor:
-        """Return the result, once."""
-        self.add()
-        assert self._total is not None
-        result = _finish(self._reduction, self._total)
+        """Return the result, and give the block back."""
+        result = super().finish()
         self._shared.close()
         return result
-
-
-def _is_shared(reductions: Sequence[Reduction]) -> bool:
-    """Whether reductions of the same kind go through memory that the ranks share."""
-    first = reductions[0]
-    assert isinstance(first.shard_axis, GlooAxis)
-    nbytes = sum(reduction.send.nbytes for reduction in reductions)
-    # A user's all-reduce may keep the tensor that it gets.
-    is_plain = first.comm is None and first.all_reduce is None
-    return is_plain and first.shard_axis.shares(nbytes)
 
 
 def _others(shared: Shared, issued: Issued | None) -> list[Tensor]:
@@ -397,8 +420,7 @@ def _joined(reductions: Sequence[Reduction]) -> Reduction:
     send = end_to_end(reductions)
     _clear_parts(reductions)  # Free them before memory for received pieces is allocated.
     numel = send.numel() // axis.size
-    num_rows = axis.size if sends_own(axis) else axis.size - 1
-    room = functools.partial(send.new_empty, num_rows * numel)
+    room = functools.partial(send.new_empty, num_received(axis) * numel)
     return dataclasses.replace(reductions[0], send=send, parts=(), room=room, out_numel=numel)
 
 
@@ -413,42 +435,8 @@ def is_small(nbytes: int, axis: AxisComm) -> bool:
     return axis.size > 1 and nbytes <= _MAX_STAGED_NBYTES
 
 
-def _start_all_to_all(receive: Tensor, send: Tensor, axis: GlooAxis, of: str) -> WorkHandle:
-    """Send each rank its range of `send`; a rank's own range stays in place if possible."""
-    assert axis.reduce_group is not None
-    rows = send.view(axis.size, -1)
-    issued = axis.issue("reduce-scatter", of, send.nbytes, axis.reduce_group)
-    splits = [rows.shape[1]] * axis.size
-    if not sends_own(axis):
-        splits[axis.rank] = 0
-        rows = rows[1:] if axis.rank == 0 else rows[:-1]
-    work = dist.all_to_all_single(
-        receive.view(-1), rows.view(-1), splits, splits, group=axis.reduce_group, async_op=True
-    )
-    return WorkHandle([work], issued)
-
-
 _ADDED = 1 << 16
 """Elements of low precision that are added at once, so that their wide copies fit in the cache."""
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _sum_of(pieces: list[Tensor], received: Tensor) -> Tensor:
-    """Return the sum of the pieces in rank order, so that replicas get the same result.
-
-    Low-precision pieces are added in fp32, others in the dtype and memory of the received ones.
-    """
-    dtype = pieces[0].dtype
-    wide = _wide(dtype)
-    total = received[: pieces[0].numel()]
-    if wide != dtype:
-        total = torch.empty_like(total, dtype=wide)
-    _add_to(total, pieces)
-    return total
 
 
 def _add_to(total: Tensor, addends: Sequence[Tensor]) -> None:
@@ -467,37 +455,6 @@ def _add_to(total: Tensor, addends: Sequence[Tensor]) -> None:
         part.copy_(added[0])
         for addend in added[1:]:
             part.add_(addend)
-
-
-def _finish(reduction: Reduction, total: Tensor, *, is_own: bool = False) -> Tensor:
-    """All-reduce over the replicate axis, and scale.
-
-    With `is_own` the memory of `total` has no other use, and may become that of the result.
-    """
-    before = 1.0 if reduction.before is None else reduction.before
-    scale = reduction.scale / before
-    if reduction.carry is not None:
-        # In the dtype of the carry: the sum of one piece is not widened.
-        total, is_own = reduction.carry.mul_(before).add_(total), False
-    axis = reduction.replicate_axis
-    if axis is not None and axis.size > 1 and reduction.all_reduce is not None:
-        reduction.all_reduce(total, scale)
-    elif axis is not None:
-        # Sums cross the axis in the dtype that the user chose for the wire.
-        on_wire = total.to(reduction.send.dtype)
-        axis.all_reduce(on_wire, "sum")
-        total.copy_(on_wire)
-    if is_own and reduction.all_reduce is None and total.dtype == reduction.out_dtype:
-        out = total.mul_(scale)
-    else:
-        out = torch.empty(reduction.out_numel, dtype=reduction.out_dtype, device=total.device)
-        if out.dtype == total.dtype:
-            torch.mul(total, scale, out=out)
-        else:
-            out.copy_(total.mul_(scale))
-    if reduction.hook is not None:
-        reduction.hook(out)
-    return out
 
 
 # --- the backend ----------------------------------------------------------------------------------
@@ -650,9 +607,7 @@ class GlooBackend(ProcessGroupBackend):
 
     def receive_chunks(self, axis: AxisComm) -> int:
         """Return the number of pieces that the exchange receives."""
-        if axis.size == 1:
-            return 0
-        return axis.size if sends_own(axis) else axis.size - 1
+        return num_received(axis)
 
     def make_streams(
         self, axes: Sequence[AxisComm], share: CommStreams | None = None

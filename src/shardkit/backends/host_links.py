@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import struct
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -173,24 +174,36 @@ def _meet(
 # --- messages -------------------------------------------------------------------------------------
 
 
-def is_sent(connection: socket.socket, message: bytes, descriptor: int | None = None) -> bool:
-    """Send a message if there is room for it; return False if it must be sent again later.
+class Outbox:
+    """Messages for another rank, which are sent as soon as there is room for them.
 
     A message for a process that has ended is lost: whoever waits for that process will notice.
 
-    Args:
-        connection: Connection of a rank.
-        message: Message that travels as a whole.
-        descriptor: Descriptor of a file that travels with it.
+    Attributes:
+        connection: Connection of the other rank.
+        unsent: Messages that travel as a whole, each with the descriptor of a file that travels
+            with it and is closed here, or None.
     """
-    try:
-        if descriptor is None:
-            connection.send(message, socket.MSG_DONTWAIT)
-        else:  # Not `send_fds`, which ignores its flags.
-            extra = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", descriptor))
-            connection.sendmsg([message], [extra], socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        return error.errno not in _SHORTAGES
-    return True
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.unsent: deque[tuple[bytes, int | None]] = deque()
+
+    def send_unsent(self) -> None:
+        """Send messages as far as there is room."""
+        while self.unsent:
+            message, descriptor = self.unsent[0]
+            try:
+                if descriptor is None:
+                    self.connection.send(message, socket.MSG_DONTWAIT)
+                else:  # Not `send_fds`, which ignores its flags.
+                    extra = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", descriptor))
+                    self.connection.sendmsg([message], [extra], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _SHORTAGES:
+                    return
+            if descriptor is not None:
+                os.close(descriptor)
+            self.unsent.popleft()

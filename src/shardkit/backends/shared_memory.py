@@ -29,7 +29,7 @@ import torch
 
 from shardkit._compat import torch_groups
 from shardkit.backends.groups import exchange
-from shardkit.backends.host_links import CONNECT_S, RETRY_S, is_sent
+from shardkit.backends.host_links import CONNECT_S, RETRY_S, Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,16 +119,15 @@ class _Lane:
     in_use: deque[tuple[int, Block]] = field(default_factory=deque)  # Own blocks, by message.
 
 
-class _Peer:
+class _Peer(Outbox):
     """Another rank: what this rank received from it, and what it has read."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+        super().__init__(connection)
         self.blocks: dict[int, Tensor] = {}
         self.num_received = [0] * _NUM_LANES
         self.unread: tuple[dict[int, Tensor], ...] = tuple({} for _ in range(_NUM_LANES))
         self.num_read = [0] * _NUM_LANES
-        self.unsent: deque[tuple[bytes, int | None]] = deque()  # The socket had no room.
 
 
 class SharedMemory:
@@ -236,7 +235,7 @@ class SharedMemory:
             descriptor, block.descriptor = block.descriptor, None
             for peer in self._peers:
                 peer.unsent.append((message, None if descriptor is None else os.dup(descriptor)))
-                _send(peer)
+                peer.send_unsent()
             if descriptor is not None:
                 os.close(descriptor)
             if self._sender is None and any(peer.unsent for peer in self._peers):
@@ -250,7 +249,7 @@ class SharedMemory:
         while True:
             with self._sending:
                 for peer in self._peers:
-                    _send(peer)
+                    peer.send_unsent()
                 late = [peer for peer in self._peers if peer.unsent]
                 if not late:
                     self._sender = None
@@ -349,17 +348,6 @@ class SharedMemory:
 def _close_all(connections: Sequence[socket.socket]) -> None:
     for connection in connections:
         connection.close()
-
-
-def _send(peer: _Peer) -> None:
-    """Send the unsent messages, as far as there is room."""
-    while peer.unsent:
-        message, descriptor = peer.unsent[0]
-        if not is_sent(peer.connection, message, descriptor):
-            return
-        if descriptor is not None:
-            os.close(descriptor)
-        peer.unsent.popleft()
 
 
 def _mapped(descriptor: int) -> Tensor:

@@ -357,9 +357,9 @@ def test_the_ranks_of_a_split_give_its_group_one_name(groups: Groups, *, bound: 
 
 def test_numbers_from_the_device_are_there_after_the_wait() -> None:
     events: list[object] = []
-    device: typing.Any = Stub(synchronize=events.append)
+    event: typing.Any = Stub(synchronize=lambda: events.append("event"))
     target, pinned = torch.zeros(3), torch.ones(3)
-    handle = DeviceCheckHandle(device, target, pinned, "event")
+    handle = DeviceCheckHandle(target, pinned, event)
     assert not handle.is_of_host
     assert target.tolist() == [0, 0, 0]
     handle.wait()

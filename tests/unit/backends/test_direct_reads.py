@@ -251,7 +251,8 @@ def test_a_rank_that_has_finished_may_go_before_the_others() -> None:
         first.close()
         time.sleep(0.2)
     # The thread sends them, since only it uses a connection.
-    to_third.unsent.extend(direct_reads._MESSAGE.pack(*each) for each in held if each)  # noqa: SLF001
+    pack = direct_reads._MESSAGE.pack  # noqa: SLF001
+    to_third.unsent.extend((pack(*each), None) for each in held)
     second._reader.waker.send(b"1")  # noqa: SLF001
     assert [each.values() for each in last] == [[1, 3], [1, 2]]
     with pytest.raises(RuntimeError, match="closed"):

@@ -10,16 +10,16 @@ from shardkit.backends.accelerator import PeerHandle
 
 
 class Device:
-    """Notes what is waited for."""
+    """A device and its compute stream: notes what is waited for."""
 
     def __init__(self) -> None:
         self.waited: list[typing.Any] = []
 
-    def current_stream(self) -> str:
-        return "compute"
+    def current_stream(self) -> Device:
+        return self
 
-    def wait(self, stream: str, event: str) -> None:
-        self.waited.append((stream, event))
+    def wait_event(self, event: str) -> None:
+        self.waited.append(event)
 
 
 def make_handle(device: Device) -> PeerHandle:
@@ -34,7 +34,7 @@ def test_a_handle_that_is_dropped_is_waited_for() -> None:
     handle = make_handle(device)
     assert device.waited == []
     del handle
-    assert device.waited == [("compute", "exchanged")]
+    assert device.waited == ["exchanged"]
 
 
 def test_a_handle_that_was_waited_for_costs_nothing_more() -> None:
@@ -42,4 +42,4 @@ def test_a_handle_that_was_waited_for_costs_nothing_more() -> None:
     handle = make_handle(device)
     handle.wait()
     del handle
-    assert device.waited == [("compute", "exchanged")]
+    assert device.waited == ["exchanged"]

@@ -27,7 +27,7 @@ from shardkit._processes import machine_id, process_state
 from shardkit.backends.watch.status import from_text, to_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardkit.backends.watch.status import RankStatus
 
@@ -114,10 +114,6 @@ class RunStore:
     def has(self, *keys: str) -> bool:
         """Whether all keys exist."""
         return not keys or bool(self._request(self._keys.check, list(keys)))
-
-    def num_keys(self) -> int:
-        """Return the number of keys in the whole store."""
-        return int(self._request(self._keys.num_keys))
 
     def _request(self, call: Callable[..., Any], *args: Any) -> Any:
         self._asked_at = time.monotonic()
@@ -254,24 +250,20 @@ def register(run: RankFile) -> Path | None:
 def running() -> list[RankFile]:
     """Return the ranks on this host, newest first; remove the files of ended processes."""
     found = []
-    for path in _files("*.run"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            run = from_text(RankFile, _read(path))
-            # Whether processes on other machines still run cannot be known here.
-            if run.machine not in ("", machine_id()) or process_state(run.pid) != "gone":
-                found.append(run)
-            else:
+    for path, run in _runs("*"):
+        # Whether processes on other machines still run cannot be known here.
+        if run.machine not in ("", machine_id()) or process_state(run.pid) != "gone":
+            found.append(run)
+        else:
+            with contextlib.suppress(OSError):
                 path.unlink()
     return sorted(found, key=lambda run: (-run.started, run.rank))
 
 
 def process_of(name: str, rank: int) -> int | None:
     """Return the process of a run's rank if it is on this machine; it may have ended."""
-    for path in _files(f"{name}-{rank}.run"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            run = from_text(RankFile, _read(path))
-            return run.pid if run.machine == machine_id() else None
-    return None
+    found = (run for _, run in _runs(f"{name}-{rank}"))
+    return next((run.pid for run in found if run.machine == machine_id()), None)
 
 
 def keep_diagnosis(
@@ -299,6 +291,13 @@ def last_diagnosis() -> dict[str, Any] | None:
             found: dict[str, Any] = json.loads(_read(path))
             return found
     return None
+
+
+def _runs(pattern: str) -> Iterator[tuple[Path, RankFile]]:
+    """Yield the files that can be read."""
+    for path in _files(f"{pattern}.run"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            yield path, from_text(RankFile, _read(path))
 
 
 def _files(pattern: str) -> list[Path]:

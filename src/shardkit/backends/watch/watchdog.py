@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from shardkit.backends.device import AcceleratorDevice, Event
     from shardkit.backends.watch.history import Wait
     from shardkit.backends.watch.status import Lines
 
@@ -104,14 +105,12 @@ def raise_in_main_thread(text: str, at: tuple[int, int]) -> None:
             nothing is raised: the error would hit whatever it does by then.
     """
 
+    @functools.wraps(RankMismatchError, updated=())
     class _RankMismatchError(RankMismatchError):
         def __init__(self) -> None:
             super().__init__(text)
             self.__suppress_context__ = True  # The context is the engine's error, which we caused.
 
-    _RankMismatchError.__name__ = RankMismatchError.__name__
-    _RankMismatchError.__qualname__ = RankMismatchError.__qualname__
-    _RankMismatchError.__module__ = RankMismatchError.__module__
     ident = threading.main_thread().ident
     assert ident is not None, "it has been started"
     if instruction_of(main_frame()) != at:
@@ -153,10 +152,10 @@ class Issued(NamedTuple):
     position: int
     what: Collective
 
-    def started(self, is_done: Callable[[], bool | None]) -> None:
-        """Watch the collective while a device runs it: all later work on the device waits."""
+    def started(self, device: AcceleratorDevice, end: Event) -> None:
+        """Watch the collective while a device runs it, up to an event: all later work waits."""
         wait = CollectiveWait(self.channel.name, self.position, self.what, is_main=True)
-        self.channel.in_flight.note(wait, is_done)
+        self.channel.in_flight.note(wait, functools.partial(device.has_passed, end))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -241,8 +240,11 @@ class Channel:
             RankMismatchError: For the reasons of `issue`; or lost ranks caused an error in it.
         """
         self.issue(kind, of, 0)
-        with self.watchdog.explaining():
+        try:
             yield
+        except RuntimeError as error:
+            self.watchdog.raise_reason(error)
+            raise
 
     def _agree(self, issued: Issued) -> None:
         """Return when all ranks of the group are about to issue the same collective."""
@@ -377,26 +379,13 @@ class Watchdog:
         try:
             yield
         except RuntimeError as error:
-            self._raise_reason(error)
+            self.raise_reason(error)
             raise
         finally:
             with self.lock:
                 self._waits.pop(ident, None)
 
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Explain errors of engines that other ranks have caused.
-
-        Raises:
-            RankMismatchError: Why, in place of the engine's error, which says nothing of it.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            self._raise_reason(error)
-            raise
-
-    def _raise_reason(self, error: RuntimeError) -> None:
+    def raise_reason(self, error: RuntimeError) -> None:
         """Raise the reason of an engine's error, if other ranks have caused it.
 
         Raises:
@@ -514,11 +503,13 @@ class Watchdog:
         """Return the waits of threads (the main one's first), of devices, and in users' calls."""
         with self.lock:
             threads = self._waits_of_threads()
-        flights = [
-            channel.in_flight.oldest(device_after_s) for channel in [*self.channels.values()]
-        ]
-        calls = [self._call] if self._call is not None else []
-        return [*threads, *(wait for wait in flights if wait is not None), *calls]
+        return [*threads, *self._other_waits(device_after_s)]
+
+    def _other_waits(self, device_after_s: float) -> list[Wait]:
+        """Return the waits of devices, and in users' calls."""
+        channels = [*self.channels.values()]
+        flights = [channel.in_flight.oldest(device_after_s) for channel in channels]
+        return [wait for wait in (*flights, self._call) if wait is not None]
 
     def _waits_of_threads(self) -> list[Wait]:
         """Return the waits of threads, the main one's first. The caller holds the lock."""
@@ -722,12 +713,11 @@ class Watchdog:
     def status(self, *, details: bool = True) -> RankStatus:
         """Return where this process is."""
         place, stack = place_of(main_frame()), stack_of(main_frame()) if details else ""
-        waits = self._all_waits(watch_settings.ask_unexpected_after_s)
+        others = self._other_waits(watch_settings.ask_unexpected_after_s)
         call = self._call.call() if self._call is not None else None
         with self.lock:
             # A thread's wait and its issued collectives must be from the same moment.
-            own = self._waits_of_threads()
-            found = (wait.status() for wait in [*own, *(w for w in waits if w not in own)])
+            found = (wait.status() for wait in [*self._waits_of_threads(), *others])
             wait = next((status for status in found if status is not None), None)
             groups = {
                 name: channel.status(details=details)
@@ -852,8 +842,11 @@ def current_watchdog() -> Watchdog:
     """Return the watchdog of the default process group; the first call makes it."""
     global _current  # noqa: PLW0603 - one process, one watchdog
     store = torch_groups.default_store()
-    if torch_groups.ranks_are_threads():
-        return _watchdog_of_thread(store)
+    if torch_groups.ranks_are_threads():  # They look alike, so none is asked.
+        found: Watchdog | None = getattr(_of_thread, "watchdog", None)
+        if found is None or found.default_store is not store:
+            found = _of_thread.watchdog = Watchdog(store, _HashStore(), 0, 1)
+        return found
     with _lock:
         if _current is None or _current.default_store is not store:
             if _current is not None:
@@ -876,14 +869,6 @@ def channel_of(group: dist.ProcessGroup | None) -> Channel:
     if channel is None or channel.group is not group:
         channel = watchdog.channels[group.group_name] = Channel(group, watchdog)
     return channel
-
-
-def _watchdog_of_thread(store: Any) -> Watchdog:
-    """Return the watchdog of a rank that is a thread; it asks no ranks, as threads look alike."""
-    found = getattr(_of_thread, "watchdog", None)
-    if found is None or found.default_store is not store:
-        found = _of_thread.watchdog = Watchdog(store, _HashStore(), 0, 1)
-    return found
 
 
 def _at_start() -> None:

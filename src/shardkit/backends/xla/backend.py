@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
-    from torch import Tensor
-
     from shardkit.backends.base import AxisComm, Reduction, TracedGather
     from shardkit.backends.device import Event
 
@@ -123,12 +121,3 @@ class XlaBackend(Backend):
     ) -> XlaStreams:
         """Return streams, which roots need not share."""
         return XlaStreams(self.region)
-
-    def annotate_sharding(self, piece: Tensor) -> None:
-        """Spread a piece over the devices of this process."""
-        self.region.spread(piece)
-
-    def leave_piece(self, part: Tensor) -> Tensor:
-        """Return the piece of which a rank has `part`."""
-        result: Tensor = self.region.leave_piece(part)
-        return result

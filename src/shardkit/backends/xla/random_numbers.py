@@ -454,19 +454,12 @@ def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _DRAWS: dict[Any, Callable[..., Any]] = {
-    _aten.bernoulli.p: _bernoulli,
-    _aten.bernoulli.default: _bernoulli_of,
-    _aten.bernoulli_.float: _in_place(_bernoulli),
     _aten.rand.default: _new(DrawApart.uniform),
     _aten.rand_like.default: _new(DrawApart.uniform),
-    _aten.uniform.default: _uniform,
-    _aten.uniform_.default: _in_place(_uniform),
     _aten.randn.default: _new(DrawApart.normal),
     _aten.randn_like.default: _new(DrawApart.normal),
     _aten.normal_functional.default: _normal,
     _aten.normal_.default: _in_place(_normal),
-    _aten.exponential.default: _exponential,
-    _aten.exponential_.default: _in_place(_exponential),
     _aten.randint.default: _randint,
     _aten.randint.low: _randint,
     _aten.randint_like.default: _randint_like,
@@ -476,10 +469,11 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     _aten.native_dropout.default: _dropout,
     _aten.rrelu_with_noise.default: _rrelu_with_noise,
     _aten.rrelu_with_noise_functional.default: _rrelu,
-    _aten.bernoulli.Tensor: _bernoulli,
-    _aten.bernoulli_.Tensor: _in_place(_bernoulli),
 }
 for _name, _draw in (
+    ("bernoulli", _bernoulli),
+    ("uniform", _uniform),
+    ("exponential", _exponential),
     ("random", _random),
     ("log_normal", _log_normal),
     ("cauchy", _cauchy),
@@ -492,6 +486,7 @@ for _name, _draw in (
             for overload in _found.overloads()
             if not overload.endswith("out")
         }
+_DRAWS[_aten.bernoulli.default] = _bernoulli_of
 for _overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor", "float_float"):
     _DRAWS[getattr(_aten.normal, _overload)] = _normal_of
 

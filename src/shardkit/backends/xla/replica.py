@@ -7,6 +7,7 @@ are data on the device, never numbers in the graph.
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 from typing import TYPE_CHECKING, Any
@@ -98,44 +99,22 @@ class ReplicaAxis:
         self.size = len(groups[0])
         self.rank = rank
         self.rank_on_device = torch.tensor([rank], device=device)
-        self._groups = groups
+        self.groups = groups
         self._device = device
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the 1-D parts of all ranks, as rows."""
         if self.size == 1:
             return part.view(1, -1)
-        whole: Tensor = xm.all_gather(part, 0, groups=self._groups, pin_layout=False)
+        whole: Tensor = xm.all_gather(part, 0, groups=self.groups, pin_layout=False)
         return whole.view(self.size, -1)
-
-    def gather_each(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return the 1-D parts of all ranks, end to end, by one all-gather."""
-        if self.size == 1:
-            return [part.clone() for part in parts]
-        filled = [i for i, part in enumerate(parts) if part.numel()]
-        gathered = xm.all_gather(
-            [parts[i] for i in filled], 0, groups=self._groups, pin_layout=False
-        )
-        wholes = list(parts)
-        for i, whole in zip(filled, gathered, strict=True):
-            wholes[i] = whole
-        return wholes
-
-    def reduce_scatter(self, whole: Tensor, scale: float) -> Tensor:
-        """Return this rank's part of the sum of 1-D tensors, times `scale`."""
-        if self.size == 1:
-            return whole * scale
-        part: Tensor = xm.reduce_scatter(
-            xm.REDUCE_SUM, whole, scale, 0, self.size, groups=self._groups, pin_layout=False
-        )
-        return part
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
         """Return a reduction of a tensor on the device."""
         if self.size == 1:
             return tensor
         kind = _REDUCE_TYPES[op]
-        result: Tensor = xm.all_reduce(kind, tensor, groups=self._groups, pin_layout=False)
+        result: Tensor = xm.all_reduce(kind, tensor, groups=self.groups, pin_layout=False)
         return result
 
     def all_gather(self, full: Tensor, own: Tensor) -> None:
@@ -184,19 +163,12 @@ class ReplicaRegion(GraphOrder):
     is_spmd = False
     num_ranks = 1
 
-    def __init__(
-        self,
-        shard_axis: ReplicaAxis,
-        replicate_axis: ReplicaAxis | None,
-        num_replicas: int,
-        rank: int,
-    ) -> None:
+    def __init__(self, axes: Sequence[ReplicaAxis], rank: int, num_replicas: int) -> None:
         super().__init__()
-        self.device = shard_axis.rank_on_device.device
-        self._shard_axis = shard_axis
-        self._replicate_axis = replicate_axis
-        self._num_replicas = num_replicas
+        self.device: torch.device = torch_xla.device()
+        self._axes = axes
         self._rank = rank
+        self._num_replicas = num_replicas
 
     def enter_piece(self, piece: Tensor) -> Tensor:
         """Return a piece, of which a replica has its own."""
@@ -218,17 +190,29 @@ class ReplicaRegion(GraphOrder):
 
         It gathers a list, so the results are the parameters, and nothing has to be cut out.
         """
-        return self._shard_axis.gather_each(parts)
+        if self._axes[-1].size == 1:
+            return [part.clone() for part in parts]
+        wholes = list(parts)
+        filled = [i for i, part in enumerate(parts) if part.numel()]
+        sent = [parts[i] for i in filled]
+        gathered = xm.all_gather(sent, 0, groups=self._axes[-1].groups, pin_layout=False)
+        for i, whole in zip(filled, gathered, strict=True):
+            wholes[i] = whole
+        return wholes
 
     def reduce_scatter(self, whole: Tensor, scale: float, bucket_id: int) -> Tensor:
         """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
-        return self._shard_axis.reduce_scatter(whole, scale)
+        axis = self._axes[-1]
+        if axis.size == 1:
+            return whole * scale
+        part: Tensor = xm.reduce_scatter(
+            xm.REDUCE_SUM, whole, scale, 0, axis.size, groups=axis.groups, pin_layout=False
+        )
+        return part
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the replicate axis."""
-        return (
-            tensor if self._replicate_axis is None else self._replicate_axis.reduce(tensor, "sum")
-        )
+        return self._axes[0].reduce(tensor, "sum")
 
     def draw_apart(self) -> DrawApart:
         """See `Region`. With equal seeds replicas draw the same numbers as ranks of SPMD mode."""
@@ -247,10 +231,8 @@ class ReplicaBackend(XlaBackend):
     why_no_groups = "collectives are part of the graph"
 
     def __init__(self, shape: Sequence[int], rank: int) -> None:
-        device: torch.device = torch_xla.device()
-        grid = np.arange(int(np.prod(shape))).reshape(-1, shape[-1])
+        grid = np.arange(math.prod(shape)).reshape(-1, shape[-1])
         row, column = divmod(rank, shape[-1])
-        shard = ReplicaAxis(grid.tolist(), column, device)
-        replicate = ReplicaAxis(grid.T.tolist(), row, device) if len(shape) > 1 else None
-        axes = [shard] if replicate is None else [replicate, shard]
-        super().__init__(ReplicaRegion(shard, replicate, grid.size, rank), axes)
+        lines = [(grid.T, row), (grid, column)][-len(shape) :]
+        axes = [ReplicaAxis(groups.tolist(), at, torch_xla.device()) for groups, at in lines]
+        super().__init__(ReplicaRegion(axes, rank, grid.size), axes)

@@ -54,6 +54,8 @@ class SpmdRegion(GraphOrder):
 
     def enter(self, tensor: Tensor, axes: Any) -> Tensor:
         """Return a rank's part of a tensor whose dim 0 is split over mesh axes; None: all of it."""
+        if axes is None and tensor.ndim == 0:
+            return self.enter(tensor.reshape(1), None).reshape(())
         # A clone, since the tensor is annotated in place; and not marked, as by torch_xla's
         # `enable_manual_sharding`, which takes what is whole on the devices to the host and back
         # (and looks for JAX on the disk, every time).
@@ -87,12 +89,8 @@ class SpmdRegion(GraphOrder):
 
     def enter_shared(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
-        return _move(self._enter_whole, self._leave_sum, tensor.to(self.device))
-
-    def _enter_whole(self, tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0:
-            return self.enter(tensor.reshape(1), None).reshape(())
-        return self.enter(tensor, None)
+        there = functools.partial(self.enter, axes=None)
+        return _move(there, self._leave_sum, tensor.to(self.device))
 
     def _leave_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors; its derivative is `enter_shared`."""
