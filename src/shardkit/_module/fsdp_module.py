@@ -622,7 +622,6 @@ class FSDPModule(_Base):
         Raises:
             StateError: There is no replicate axis, or the mesh is one of XLA devices.
         """
-        _refuse_comm(self, "set_custom_all_reduce", comm)
         for group in groups_in(self, recurse=False):
             if comm is not None and not group.replicates:
                 msg = (
@@ -632,6 +631,7 @@ class FSDPModule(_Base):
                     f"MixedPrecisionPolicy(reduce_dtype=...)."
                 )
                 raise StateError(msg)
+            _refuse_comm(self, "set_custom_all_reduce", comm)
             group.settings.comm.all_reduce = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
