@@ -63,14 +63,11 @@ class Installed:
         self._undoing: list[Callable[[], object]] = []
         self.brought_along: set[str] = set()
 
-    def replace(self, owner: object, name: str, value: object) -> None:
+    def replace(self, owner: object, name: str, value: Any) -> None:
         """Replace a name of a module or class, and remember the former value."""
-        former = getattr(owner, name)
-        static = inspect.getattr_static(owner, name, None)
-        if isinstance(static, staticmethod):
-            former, value = static, staticmethod(value)  # type: ignore[arg-type]
+        former = inspect.getattr_static(owner, name)
         self.at_undo(functools.partial(setattr, owner, name, former))
-        setattr(owner, name, value)
+        setattr(owner, name, staticmethod(value) if isinstance(former, staticmethod) else value)
 
     @property
     def has_replaced(self) -> bool:
@@ -149,9 +146,10 @@ def install() -> Installed:
         {**theirs, "distribute_tensor": torch_tensor.distribute_tensor}
     ):
         is_given_by_torch = module.__name__.startswith(_PACKAGES) or module.__name__ in _MODULES
-        if is_given_by_torch or not _is_of(module, ("torch", "shardkit")):
+        is_outside = module.__name__.split(".")[0] not in ("torch", "shardkit")
+        if is_given_by_torch or is_outside:
             installed.replace(module, attribute, ours[name])
-        if not is_given_by_torch and not _is_of(module, ("torch", "shardkit")):
+        if is_outside:
             before.add(f"{module.__name__}.{attribute}")
     _answer_as_dtensors(installed)
     _say(
@@ -333,10 +331,6 @@ def _say(text: str, *args: object) -> None:
     """Log on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         _logger.warning(text, *args)
-
-
-def _is_of(module: types.ModuleType, packages: tuple[str, ...]) -> bool:
-    return module.__name__.split(".")[0] in packages
 
 
 def _places_of(theirs: dict[str, Any]) -> Iterator[tuple[types.ModuleType, str, str]]:

@@ -158,11 +158,7 @@ class AllGather(Comm, Protocol):
     """A user's own all-gather, like FSDP2's ``AllGather``."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         """Gather the 1-D `input_tensor` of all ranks of a group; return the work, or None."""
 
@@ -176,7 +172,7 @@ class ReduceScatter(Comm, Protocol):
         input_tensor: Tensor,
         group: Any,
         op: Any,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
+        async_op: bool = False,
     ) -> Any:
         """Sum `input_tensor` over a process group and scatter it; return the work, or None."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError, StateError
-from shardkit._module.fsdp_module import FSDPModule
+from shardkit._module.fsdp_module import FSDPModule, settings_of_root
 from shardkit._module.hooks import groups_in, state_of
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
@@ -58,13 +58,7 @@ def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
         )
         raise StateError(msg)
     sharded: Any = model
-    state = state_of(sharded)
-    if state.runtime is not None and state.runtime.settings is not state.settings:
-        msg = (
-            f"compress_gradients: this {type(model).__name__} is inside of another sharded module. "
-            f"Call it on the outermost one."
-        )
-        raise StateError(msg)
+    settings_of_root(sharded)
     replicated = {
         module: group
         for module in sharded.modules()
@@ -80,7 +74,7 @@ def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
         raise StateError(msg)
     if isinstance(hook, PowerSGD):
         groups = [*replicated.values()]
-        state.name_params(groups, [state.module])
+        state_of(sharded).name_params(groups, [model])
         hook.bind(groups)
     for module in replicated:
         module.set_custom_all_reduce(hook)
@@ -313,27 +307,20 @@ class BucketState:
     seconds: dict[str, Tensor] = field(default_factory=dict)
     # Parts that this backward sent, until it is known which parameters were used.
     sent: list[Sent] = field(default_factory=list)
-    # Memory for a copy of `error`, if optimizer steps may be skipped.
-    error_before: Tensor | None = None
-    # `seconds` at the start of the optimizer step, as in `error_before`; None: not started.
-    seconds_before: dict[str, Tensor] | None = None
+    # Copies of `error` and `seconds` from the start of the optimizer step, if it may be skipped;
+    # None: it has not started.
+    before: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def begin_step(self) -> None:
         """Copy the error and the factors, once in an optimizer step."""
-        if self.error is not None and self.seconds_before is None:
-            if self.error_before is None:
-                self.error_before = torch.empty_like(self.error)
-            self.error_before.copy_(self.error)
-            self.seconds_before = dict(self.seconds)
+        if self.error is not None and self.before is None:
+            self.before = self.error.clone(), dict(self.seconds)
 
     def end_step(self, *, is_skipped: bool) -> None:
         """Drop the copies of the optimizer step's start, or restore them if it was skipped."""
-        if is_skipped and self.seconds_before is not None:
-            assert self.error is not None
-            assert self.error_before is not None
-            self.error.copy_(self.error_before)
-            self.seconds = self.seconds_before
-        self.seconds_before = None
+        if is_skipped and self.before is not None:
+            self.error, self.seconds = self.before
+        self.before = None
 
     def settle(self, unused: Collection[str]) -> None:
         """Take back what was sent for parameters whose gradients no rank gets."""
@@ -447,12 +434,12 @@ class PowerSGD:
         self._scale = LossScale(scale)
         self._has_begun = False
         for state in self._states.values():
-            state.error_before = state.seconds_before = None
+            state.before = None
 
     def drop_errors(self) -> None:
         """Drop the errors so far, on all ranks alike; factors and iterations stay."""
         for state in self._states.values():
-            state.error = state.error_before = state.seconds_before = None
+            state.error = state.before = None
             state.sent.clear()
 
     def _read_scale(self) -> None:

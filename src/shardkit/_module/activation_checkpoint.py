@@ -61,14 +61,12 @@ class SavedOperators:
     Attributes:
         names: Names ``namespace::operator``, for all overloads; higher-order operators have bare
             names.
-        counted: Operators of which only every `every`-th call is kept, the first one included.
-        every: Distance between kept calls of `counted` operators.
+        counted: Operators of which only every second call is kept, the first one included.
         decide: A user's function that decides instead; see `create_selective_checkpoint_contexts`.
     """
 
     names: frozenset[str] = frozenset()
     counted: frozenset[str] = frozenset()
-    every: int = 1
     decide: Callable[..., Any] | None = None
 
     @classmethod
@@ -79,7 +77,7 @@ class SavedOperators:
         if operators == "matmuls":
             return cls(_MATMULS | _ATTENTION)
         if operators == "every_second_matmul":
-            return cls(_ATTENTION, _MATMULS, every=2)
+            return cls(_ATTENTION, _MATMULS)
         if isinstance(operators, str) or (
             not callable(operators) and not hasattr(operators, "__iter__")
         ):
@@ -113,7 +111,7 @@ class SavedOperators:
             name = name_of(operator)
             keep = name in self.names
             if name in self.counted:
-                keep = next(calls) % self.every == 0
+                keep = next(calls) % 2 == 0
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
         @contextlib.contextmanager
@@ -160,24 +158,21 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and keep only its inputs; backward runs it again."""
         passes = open_passes()
-        if passes is None:
-            has_buffers = next(self._module.buffers(), None) is not None
-            forward = _Repeat(self._module, self._forward).run if has_buffers else self._forward
-            options: dict[str, Any] = {}
+        run: Callable[..., Any] = self._forward
+        options: dict[str, Any] = {}
+        if passes is not None:
+            torch_devices.register_device_module("xla")
+            traced = _TracedRepeat(self._module, run, passes.region, self._saved)
+            run = traced.run
+            # The random state is for torch's generators; ours repeats by itself.
+            options = {"preserve_rng_state": False, "context_fn": traced.contexts}
+        else:
+            if next(self._module.buffers(), None) is not None:
+                run = _Repeat(self._module, run).run
             if self._saved is not None:
                 options["context_fn"] = self._saved.contexts
-            # Keywords of the module may have the same names as those of `checkpoint`.
-            bound = functools.partial(forward, **kwargs)
-            return checkpoint(bound, *args, use_reentrant=False, **options)
-        torch_devices.register_device_module("xla")
-        repeat = _TracedRepeat(self._module, self._forward, passes.region, self._saved)
-        return checkpoint(
-            functools.partial(repeat.run, **kwargs),
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=False,  # It is for torch's generators; ours repeats by itself.
-            context_fn=repeat.contexts,
-        )
+        # Keywords of the module may have the same names as those of `checkpoint`.
+        return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False, **options)
 
 
 class _Repeat:
@@ -208,46 +203,42 @@ class _Repeat:
         return buffer.clone() if id(buffer) in self._written else buffer
 
 
+@dataclass(eq=False)
 class _TracedRepeat:
     """One forward and its repetition on a backend that traces."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        region: Region,
-        saved: SavedOperators | None,
-    ) -> None:
-        self._module = module
-        self._forward = forward
-        self._region = region
-        self._saved = saved
-        self._drawing = region.drawing.again()
-        self._is_again = False
+    module: nn.Module
+    forward: Callable[..., Any]
+    region: Region
+    saved: SavedOperators | None
+    is_again: bool = False
+
+    def __post_init__(self) -> None:
+        """Note the state of the random numbers at the beginning of the forward."""
+        self._drawing = self.region.drawing.again()
 
     def contexts(self) -> tuple[Any, Any]:
         """Return contexts of the forward and of its repetition."""
-        if self._saved is None:
-            return contextlib.nullcontext(), _EachTime(self._again, contextlib.nullcontext())
-        first, again = self._saved.contexts()
+        nothing = contextlib.nullcontext()
+        first, again = (nothing, nothing) if self.saved is None else self.saved.contexts()
         return first, _EachTime(self._again, again)
 
     @contextlib.contextmanager
     def _again(self, context: Any) -> Iterator[None]:
-        self._is_again = True
+        self.is_again = True
         # Outside the root's forward modules hold whole buffers.
-        buffers = [*buffers_of(self._module)]
+        buffers = [*buffers_of(self.module)]
         with self._drawing.again(), _replaced(buffers, self._enter), context:
             yield
 
     def _enter(self, buffer: Tensor) -> Tensor:
-        return self._region.enter_shared(buffer.detach())
+        return self.region.enter_shared(buffer.detach())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
-        if self._is_again:
+        if self.is_again:
             args, kwargs = map_tensors(self._later, args), map_tensors(self._later, kwargs)
-        return self._forward(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     # Selective checkpointing must not see this barrier, because the first run has none.
     @torch_tensors.without_dispatch_modes
@@ -256,7 +247,7 @@ class _TracedRepeat:
 
         Of the repetition's graph only the tensors that it saved are used.
         """
-        [later] = self._region.after_progress([tensor.detach()])
+        [later] = self.region.after_progress([tensor.detach()])
         return later.requires_grad_(tensor.requires_grad)
 
 

@@ -7,6 +7,7 @@ import copy
 import itertools
 import operator
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -63,19 +64,14 @@ def _differs(step: str, of: str, then: object, now: object, remedy: str = _ANEW)
     )
 
 
-class _Modes(NamedTuple):
-    """Modes of torch that change what operators do."""
-
-    grad: bool
-    inference: bool
-    autocast: bool
-    dtype: torch.dtype | None
-
-    @classmethod
-    def now(cls, device_type: str) -> _Modes:
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else None
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, dtype)
+def _modes(device_type: str) -> SimpleNamespace:
+    """Return the modes of torch that change what operators do."""
+    autocast = torch.is_autocast_enabled(device_type)
+    return SimpleNamespace(
+        grad=torch.is_grad_enabled(),
+        inference=torch.is_inference_mode_enabled(),
+        autocast=torch.get_autocast_dtype(device_type) if autocast else None,
+    )
 
 
 class _Inputs:
@@ -208,7 +204,7 @@ class _Frozen:
             ),
         ]
         self._device_type = groups[0].device.type
-        self._modes = _Modes.now(self._device_type)
+        self._modes = _modes(self._device_type)
 
     def check(self) -> None:
         """Raise if a step would now differ from the captured one."""
@@ -218,7 +214,7 @@ class _Frozen:
             pairs = zip(self._entries, self._pieces, strict=True)
             name = next(entry.name for entry, piece in pairs if _piece_of(entry) is not piece)
             raise _differs(self._step, f"the memory of {name!r}", "another one", "this one")
-        modes = _Modes.now(self._device_type)
+        modes = _modes(self._device_type)
         if modes != self._modes:
             raise _differs(self._step, "a mode of torch", self._modes, modes)
         for runtime in self._runtimes:
@@ -367,12 +363,10 @@ class CapturedStep(Generic[P, R]):
 
     Attributes:
         num_calls: Number of calls so far.
-        is_captured: Whether the next call is a replay.
     """
 
     def __init__(self, step: Callable[P, R], models: Sequence[nn.Module], warm_up: int) -> None:
         self.num_calls = 0
-        self.is_captured = False
         self._step = step
         self._name = getattr(step, "__name__", type(step).__name__)
         self._models = models
@@ -391,11 +385,15 @@ class CapturedStep(Generic[P, R]):
         self._gradients = _Gradients(self._name, groups)
         self._inputs: _Inputs | None = None
         self._runtimes: list[Runtime] = []
-        self._frozen: _Frozen | None = None
-        self._updates: _Updates | None = None
+        self._checks: list[Callable[[], None]] = []  # Before a replay; none: it is not captured.
         self._written: list[Tensor] = []
         self._result: Any = None
         self._error: BaseException | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the next call is a replay."""
+        return bool(self._checks)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Take a step.
@@ -419,7 +417,7 @@ class CapturedStep(Generic[P, R]):
         if self._error is not None:
             why = "its capture failed before"
             raise _cannot(self._name, "replayed", why, "Capture it anew.") from self._error
-        if self._frozen is not None:
+        if self.is_captured:
             self._check()
         if self._inputs is None:
             self._inputs = _Inputs(self._name, given, self._device)
@@ -437,15 +435,12 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _check(self) -> None:
-        assert self._frozen is not None
-        assert self._updates is not None
         for runtime in self._runtimes:
             runtime.tidy_up()
             runtime.streams.note_step()
         with torch_tensors.plain_torch_functions():  # Attributes of subclasses are read faster.
-            self._frozen.check()
-            self._updates.check()
-            self._gradients.check()
+            for check in self._checks:
+                check()
 
     def _call(self) -> Any:
         assert self._inputs is not None
@@ -496,7 +491,7 @@ class CapturedStep(Generic[P, R]):
             for param, version in zip(pieces, versions, strict=True)
             if torch_tensors.version_of(param.local_piece) != version
         ]
-        self._frozen, self._updates, self.is_captured = frozen, updates, True
+        self._checks = [frozen.check, updates.check, self._gradients.check]
 
     def _capture_on_streams(self) -> None:
         """Call the step; all streams begin and end with the capture."""

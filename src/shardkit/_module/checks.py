@@ -5,7 +5,6 @@ Nothing is changed before all checks have passed.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,10 +120,9 @@ def checked_reshard(
     if all(value == num_ranks for num_ranks in sizes):
         return True
     if value == 1:
-        warnings.warn(
+        warn_user(
             "reshard_after_forward=1 keeps whole parameters between forward and backward, as False "
-            "does. Pass True to shard them over all ranks.",
-            stacklevel=3,
+            "does. Pass True to shard them over all ranks."
         )
         return False
     assert isinstance(value, int)
@@ -291,17 +289,7 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
         if tensor_parallel is not None:
             inner = tensor_parallel.outside(mesh) if item.is_spmd else tensor_parallel
             inner.check(item.name, param, mesh)
-        sparse = next(
-            (site for site, _ in item.sites if getattr(site, "sparse", None) is True), None
-        )
-        if isinstance(sparse, (nn.Embedding, nn.EmbeddingBag)) and param.requires_grad:
-            msg = (
-                f"parameter {item.name!r} of {own_class(sparse).__name__} gets sparse gradients "
-                f"(sparse=True), which cannot be cut into flat ranges and averaged. Make the "
-                f"module with sparse=False, freeze the parameter, or pass it in ignored_params."
-            )
-            raise WrapError(msg)
-        _check_max_norm(item, mesh)
+        _check_embeddings(item, mesh)
         with torch_tensors.plain_torch_functions():
             grad_dtype = getattr(param, "grad_dtype", None)  # Torch 2.9 has none.
         refusal = refused_grad_dtype(param.dtype, grad_dtype)
@@ -313,16 +301,29 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
             raise WrapError(msg)
 
 
-def _check_max_norm(item: ParamEntry, mesh: DeviceMesh) -> None:
-    """Refuse embeddings that write at lookup: each rank would change the rows that it looks up."""
+def _check_embeddings(item: ParamEntry, mesh: DeviceMesh) -> None:
+    """Refuse embeddings with sparse gradients, and those that write at lookup.
+
+    The latter would change, on each rank, the rows that it looks up.
+    """
     for site, _ in item.sites:
-        max_norm = getattr(site, "max_norm", None)
-        if isinstance(site, (nn.Embedding, nn.EmbeddingBag)) and max_norm and mesh.size() > 1:
+        if not isinstance(site, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        of = f"parameter {item.name!r} of {own_class(site).__name__}"
+        if getattr(site, "sparse", False) and item.param.requires_grad:
             msg = (
-                f"parameter {item.name!r} of {own_class(site).__name__} has max_norm={max_norm}: "
-                f"its forward writes to the rows that it looks up, on each rank to others. Make "
-                f"the module without max_norm, and after each optimizer.step() write, under "
-                f"torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, {max_norm}))."
+                f"{of} gets sparse gradients (sparse=True), which cannot be cut into flat ranges "
+                f"and averaged. Make the module with sparse=False, freeze the parameter, or pass "
+                f"it in ignored_params."
+            )
+            raise WrapError(msg)
+        max_norm = getattr(site, "max_norm", None)
+        if max_norm and mesh.size() > 1:
+            msg = (
+                f"{of} has max_norm={max_norm}: its forward writes to the rows that it looks "
+                f"up, on each rank to others. Make the module without max_norm, and after each "
+                f"optimizer.step() write, under torch.no_grad(): "
+                f"weight.copy_(torch.renorm(weight, 2, 0, {max_norm}))."
             )
             raise WrapError(msg)
 

@@ -193,7 +193,7 @@ class FSDPModule(_Base):
         # Nearly always the parameters are sharded, and `settled` is not called.
         return ((n, p if isinstance(p, ShardedTensor) else settled(p)) for n, p in named)
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.
 
         Not recursive. Call it on all ranks.
@@ -267,10 +267,7 @@ class FSDPModule(_Base):
         _update_options(self)
 
     def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - as torch's
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Scale the gradients of all parameters in the module so that their norm is `max_norm`.
 
@@ -376,10 +373,7 @@ class FSDPModule(_Base):
     # --- microbatches ---
 
     def set_requires_gradient_sync(
-        self,
-        requires_gradient_sync: bool,  # noqa: FBT001 - FSDP2's signature
-        *,
-        recurse: bool = True,
+        self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Set whether backward averages gradients over the ranks.
 
@@ -397,12 +391,7 @@ class FSDPModule(_Base):
         for group in groups_in(self, recurse=recurse):
             group.settings.sync = requires_gradient_sync
 
-    def set_requires_all_reduce(
-        self,
-        requires_all_reduce: bool,  # noqa: FBT001 - FSDP2's signature
-        *,
-        recurse: bool = True,
-    ) -> None:
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces over the replicate axis of a 2-D mesh.
 
         While it is False, gradients are reduce-scattered only, and each rank keeps partial sums of
@@ -411,7 +400,7 @@ class FSDPModule(_Base):
         for group in groups_in(self, recurse=recurse):
             group.settings.all_reduce = requires_all_reduce
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last of the step.
 
         After a backward that is not the last, reductions may still be under way, so that the next
@@ -423,11 +412,7 @@ class FSDPModule(_Base):
 
     # --- memory ---
 
-    def set_reshard_after_forward(
-        self,
-        reshard_after_forward: bool,  # noqa: FBT001 - FSDP2's signature
-        recurse: bool = True,  # noqa: FBT001, FBT002
-    ) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether the parameters are freed after forward, from the next forward on."""
         if not isinstance(reshard_after_forward, bool):
             msg = (
@@ -440,10 +425,7 @@ class FSDPModule(_Base):
         _update_options(self)
 
     def set_reshard_after_backward(
-        self,
-        reshard_after_backward: bool,  # noqa: FBT001 - FSDP2's signature
-        *,
-        recurse: bool = True,
+        self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Set whether the parameters are freed after backward.
 
@@ -454,7 +436,7 @@ class FSDPModule(_Base):
             group.settings.reshard_after_backward = reshard_after_backward
         _update_options(self)
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this module's parameters.
 
         Set it to False only where no backward reads the parameters, as in an ``nn.Embedding``. A
@@ -538,7 +520,7 @@ class FSDPModule(_Base):
             chosen = float(factor) if is_number else factor  # type: ignore[arg-type]
             group.settings.comm.predivide_factor = chosen
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let the collective library only sum gradients, and divide them afterwards.
 
         Otherwise NCCL itself divides by the number of ranks. On the CPU and on XLA reductions are
@@ -548,10 +530,7 @@ class FSDPModule(_Base):
             group.settings.comm.force_sum = enable
 
     def set_reduce_scatter_unused_params(
-        self,
-        reduce_scatter_unused_params: bool,  # noqa: FBT001 - FSDP2's signature
-        *,
-        recurse: bool = True,
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Set whether this rank takes part in the reduction of a group that it did not use.
 
@@ -652,16 +631,10 @@ class FSDPModule(_Base):
                     f"MixedPrecisionPolicy(reduce_dtype=...)."
                 )
                 raise StateError(msg)
-            if comm is not None and group.mesh.backend.is_traced:
-                msg = (
-                    f"set_custom_all_reduce: {group.name!r} is on a mesh of "
-                    f"{group.mesh.device_type!r} devices, whose collectives are part of the traced "
-                    f"program. Leave it out there."
-                )
-                raise StateError(msg)
+            _refuse_comm(self, "set_custom_all_reduce", comm)
             group.settings.comm.all_reduce = comm
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take buffers from memory of the process group, if the group offers any (NCCL does).
 
         All modules of a root share buffers, so one module with this setting sets it for all.
@@ -730,10 +703,7 @@ class FSDPModule(_Base):
             comm.all_gather, comm.reduce_scatter, *_ = *made, None, None
 
     def set_separate_reduce_scatter_group(
-        self,
-        enable: bool = True,  # noqa: FBT001, FBT002 - FSDP2's signature
-        *,
-        recurse: bool = True,
+        self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Reduce on a separate process group, so that gathers and reductions do not queue.
 
@@ -776,11 +746,7 @@ class FSDPModule(_Base):
 
     # --- graphs of XLA devices ---
 
-    def set_optimization_barriers(
-        self,
-        forward: bool = True,  # noqa: FBT001, FBT002 - both are plain switches
-        backward: bool = True,  # noqa: FBT001, FBT002
-    ) -> None:
+    def set_optimization_barriers(self, forward: bool = True, backward: bool = True) -> None:
         """Choose where gathers keep their place in the graph. Call it on the root.
 
         It has an effect on XLA devices only. An optimization barrier ties each gather to the value
@@ -796,10 +762,10 @@ class FSDPModule(_Base):
         Raises:
             StateError: The first forward has run, and this module was not its root.
         """
-        settings = _settings_of_root(self)
+        settings = settings_of_root(self)
         settings.barrier_in_forward, settings.barrier_in_backward = forward, backward
 
-    def set_sync_on_finalization(self, enable: bool = True) -> None:  # noqa: FBT001, FBT002
+    def set_sync_on_finalization(self, enable: bool = True) -> None:
         """Run the graph at the end of every backward (``mark_step``). Call it on the root.
 
         It has an effect on XLA devices only. Forward and backward become one graph and the
@@ -809,7 +775,7 @@ class FSDPModule(_Base):
         Raises:
             StateError: The first forward has run, and this module was not its root.
         """
-        _settings_of_root(self).sync_on_finalization = enable
+        settings_of_root(self).sync_on_finalization = enable
 
     # --- debugging ---
 
@@ -839,7 +805,7 @@ class FSDPModule(_Base):
         Raises:
             StateError: The first forward has run, and this module was not its root.
         """
-        settings = _settings_of_root(self)
+        settings = settings_of_root(self)
         settings.dummy_gathers, settings.dummy_reductions = dummy_gathers, dummy_reductions
         settings.memory_message = print_memory
         _update_options(self)
@@ -899,12 +865,12 @@ def _update_options(self: Any) -> None:
         runtime.update_options()
 
 
-def _settings_of_root(self: Any) -> RootSettings:
+def settings_of_root(self: Any) -> RootSettings:
     """Return the settings of a module that is not inside another sharded one."""
     state = state_of(self)
     if state.runtime is not None and state.runtime.settings is not state.settings:
         msg = (
-            f"this {type(self).__name__} is inside another sharded module, whose choice counts "
+            f"this {type(self).__name__} is inside of another sharded module, whose choice counts "
             f"for all. Call it on the outermost one."
         )
         raise StateError(msg)

@@ -92,7 +92,14 @@ class WholeBucket:
         try:
             if self._options.writeback:
                 held = [self._found(index) for index in range(len(self.params))]
-                self._check_not_written()
+                if self._bucket.store.shard_version != self._version:
+                    name = self._bucket.entries[0].name
+                    msg = (
+                        f"the shard of {name!r} was written inside of summon_full_params, which "
+                        f"would now be lost. Step optimizers outside of it, or pass "
+                        f"writeback=False."
+                    )
+                    raise StateError(msg)
         finally:
             self._bucket.sites.show_others(None)
         for index, param in enumerate(held):
@@ -123,15 +130,6 @@ class WholeBucket:
                 raise StateError(msg) from None
         return found
 
-    def _check_not_written(self) -> None:
-        if self._bucket.store.shard_version != self._version:
-            name = self._bucket.entries[0].name
-            msg = (
-                f"the shard of {name!r} was written inside of summon_full_params, which would now "
-                f"be lost. Step optimizers outside of it, or pass writeback=False."
-            )
-            raise StateError(msg)
-
     @torch.no_grad()
     def _write(self, index: int, whole: nn.Parameter) -> None:
         """Copy this rank's piece of values, `requires_grad` and, if wanted, the gradient."""
@@ -143,12 +141,10 @@ class WholeBucket:
             param.local_piece.copy_(param.spec.slice_full(whole))
         if param.requires_grad != whole.requires_grad:
             param.requires_grad_(whole.requires_grad)
-        if not self._options.with_grads:
-            return
-        grad = None if whole.grad is None else whole.grad.detach()
-        if grad is None:
+        if self._options.with_grads and whole.grad is None:
             param.grad = None
-        else:
+        elif self._options.with_grads:
+            grad = whole.grad.detach()  # type: ignore[union-attr]
             if param.grad is None:
                 param.grad = torch.zeros_like(param.detach(), dtype=grad.dtype)
             param.grad.copy_(grad.to(param.device) if is_traced else grad)

@@ -12,7 +12,7 @@ from shardkit._compat import torch_autograd, torch_fsdp2
 from shardkit._errors import StateError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import FSDPModule, swap_class
-from shardkit._module.hooks import ModuleState, get_state
+from shardkit._module.hooks import ModuleState, get_state, groups_in
 from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
 from shardkit._module.placements import SpmdMesh, data_parallel_mesh, mark_parts, place_params
@@ -109,7 +109,7 @@ def fully_shard(
     module: nn.Module,
     mesh: DeviceMesh | TorchDeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = ...,
-    reshard_after_forward: bool | int | None = None,  # noqa: FBT001
+    reshard_after_forward: bool | int | None = None,
     *,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy | None = ...,
@@ -123,7 +123,7 @@ def fully_shard(
     module: Sequence[nn.Module],
     mesh: DeviceMesh | TorchDeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = ...,
-    reshard_after_forward: bool | int | None = None,  # noqa: FBT001
+    reshard_after_forward: bool | int | None = None,
     *,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy | None = ...,
@@ -136,7 +136,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     module: Any,
     mesh: DeviceMesh | TorchDeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    reshard_after_forward: bool | int | None = None,  # noqa: FBT001 - the signature FSDP2's users know
+    reshard_after_forward: bool | int | None = None,
     *,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 - frozen
@@ -225,8 +225,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     mp_policy, offload_policy = as_mixed_precision(mp_policy), as_offload(offload_policy)
     ignored = ignored_params or set()
     checks.check_ignored(ignored)
-    states = [get_state(inner) for each in modules for inner in each.modules()]
-    inside = [state.group for state in states if state is not None and state.group is not None]
+    inside = [*dict.fromkeys(g for each in modules for g in groups_in(each, recurse=True))]
     for inner in inside:
         inner.show(unsharded=False)
     checks.check_ties(modules, ignored)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shardkit._compat import torch_modules
 from shardkit._errors import StateError
 from shardkit._module.fsdp_module import own_class
-from shardkit._module.hooks import get_state, groups_in
+from shardkit._module.hooks import groups_in
 from shardkit._module.on_meta import buffers_on_meta, execute_sharding, params_on_meta
 from shardkit._params.bucket import WholeValues
 from shardkit._params.memory import give_back
@@ -33,7 +33,7 @@ from shardkit._tree import iter_tensors
 from shardkit.backends.groups import group_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from shardkit._progress import Progress
     from shardkit._runtime.group import ParamGroup
@@ -203,15 +203,13 @@ _STRIDED = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 """Attributes that torch computes only for tensors with memory."""
 # fmt: on
 
-_LEAKS = frozenset(["numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"])
-"""Functions whose results give access to the memory without torch."""
-
 _PLAIN = (Tensor, int, float, complex, bool, str, torch.dtype, torch.device, torch.layout)
 
 
 class _Place(NamedTuple):
     """Place where a module holds a tensor."""
 
+    name: str  # The name of the tensor in the model.
     holder: nn.Module
     tensors: dict[str, Any]  # Its parameters, or its buffers.
     attribute: str
@@ -224,25 +222,26 @@ class _Place(NamedTuple):
             setattr(self.holder, self.attribute, tensor)  # An RNN also has a list of its weights.
 
 
-def _places_in(holders: Iterable[nn.Module]) -> Iterator[_Place]:
+def _places_in(holders: Mapping[str, nn.Module]) -> Iterator[_Place]:
     """Yield every place of the tensors that modules hold themselves, tied ones once per place."""
-    for holder in holders:
+    for name, holder in holders.items():
         for tensors in (holder._parameters, holder._buffers):  # noqa: SLF001 - keeps tied ones apart
             for attribute, tensor in tensors.items():
                 if tensor is not None:
-                    yield _Place(holder, tensors, attribute, tensor)
+                    full_name = f"{name}.{attribute}".removeprefix(".")
+                    yield _Place(full_name, holder, tensors, attribute, tensor)
 
 
 @dataclass(slots=True, eq=False)
-class _Loan:
-    """A tensor and its stand-in."""
+class _StandIn:
+    """A tensor, and the plain one that modules hold in its place."""
 
     name: str  # The name of the tensor in the model.
     target: Tensor  # The tensor.
-    stand_in: Tensor  # The tensor that modules hold in its place.
-    whole: Tensor  # A tensor on the memory of `stand_in`, even if the module replaces `stand_in`.
-    storage: torch.UntypedStorage  # The memory of both.
-    is_loaded: bool = False  # Whether the memory is there.
+    held: Tensor  # The tensor that modules hold in its place.
+    whole: Tensor  # A tensor on the memory of `held`, even if the module replaces `held`.
+    is_own: bool  # Whether the module whose turn it is holds the tensor itself.
+    storage: torch.UntypedStorage | None = None  # The memory of both, if it is there only at times.
     is_pinned: bool = False  # Whether code may reach the memory without torch's functions.
 
 
@@ -250,15 +249,16 @@ class StandIns(TorchFunctionMode):
     """A context in which a module and modules inside hold plain tensors in place of their own.
 
     The module's own tensors without values are whole from the start. Other tensors get memory when
-    they are touched, see the note. On XLA they keep it, since tensors have no storages there. On
-    exit modules hold their own tensors again.
+    they are touched, see the note. On XLA they stay as they are, since tensors have no storages
+    there. On exit modules hold their own tensors again.
 
     Args:
         unit: The module.
         device: The device of the stand-ins.
         pending: The tensors that have no values yet, by id.
-        take: A function that is called with the name, the tensor and its values, if these may have
-            been written. It decides which values to keep. Their memory is freed after the call.
+        take: A function that is called with the name, the tensor and its values, for tensors of
+            modules inside, if these may have been written. It decides which values to keep. Their
+            memory is freed after the call.
     """
 
     def __init__(
@@ -272,88 +272,99 @@ class StandIns(TorchFunctionMode):
         self._device = device
         self._pending = pending
         self._take = take
-        self._own = [
-            place for place in _places_in(unit.holders.values()) if id(place.tensor) in pending
-        ]
-        self._stand_ins: dict[int, Tensor] = {}
-        for place in self._own:
-            if id(place.tensor) not in self._stand_ins:
-                whole = torch.empty(
-                    tuple(place.tensor.shape), dtype=place.tensor.dtype, device=device
+        self._places: list[_Place] = []
+        self._by_target: dict[int, _StandIn] = {}
+        self._by_storage: dict[int, _StandIn] = {}
+        self._loaded: list[_StandIn] = []
+        own = {id(place.tensor) for place in _places_in(unit.holders)}
+        named = unit.module.named_modules()
+        inside = {f"{unit.name}.{name}".strip("."): module for name, module in named}
+        for place in _places_in({**unit.holders, **inside}):
+            key = id(place.tensor)
+            if key not in self._by_target:
+                is_own = key in own
+                is_whole = is_own and key in pending
+                is_plain = type(place.tensor) in (Tensor, nn.Parameter)
+                may_be_lent = isinstance(place.tensor, ShardedTensor) or (
+                    is_plain and place.tensor.layout is torch.strided
                 )
-                mark_unwritten(whole)
-                self._stand_ins[id(place.tensor)] = _standing_in(whole, place.tensor)
-        self._loans: dict[int, _Loan] = {}
-        self._by_storage: dict[int, _Loan] = {}
-        self._loaded: list[_Loan] = []
-        self._places = list(self._own)
-        for inner, holder in unit.module.named_modules() if device.type != "xla" else ():
-            for place in _places_in([holder]):
-                name = f"{unit.name}.{inner}.{place.attribute}".replace("..", ".").strip(".")
-                if id(place.tensor) not in self._stand_ins and _can_lend(place.tensor):
-                    self._lend(name, place.tensor)
-                if id(place.tensor) in self._stand_ins:
-                    self._places.append(place)
+                if not is_whole and (device.type == "xla" or not may_be_lent):
+                    continue
+                self._by_target[key] = self._new(place, is_own=is_own, is_whole=is_whole)
+            self._places.append(place)
 
-    def _lend(self, name: str, tensor: Tensor) -> None:
+    def _new(self, place: _Place, *, is_own: bool, is_whole: bool) -> _StandIn:
+        tensor = place.tensor
         whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
-        storage = whole.untyped_storage()
-        storage.resize_(0)
-        stand_in = self._stand_ins[id(tensor)] = _standing_in(whole.detach(), tensor)
-        loan = _Loan(name, tensor, stand_in, whole, storage)
-        self._loans[id(tensor)] = self._by_storage[id(storage)] = loan
+        held = whole.detach()
+        if isinstance(tensor, nn.Parameter):
+            held = nn.Parameter(held, requires_grad=tensor.requires_grad)
+        held.__dict__.update(user_attributes(tensor))
+        result = _StandIn(place.name, tensor, held, whole, is_own)
+        if is_whole:
+            mark_unwritten(whole)
+        else:
+            result.storage = whole.untyped_storage()
+            result.storage.resize_(0)
+            self._by_storage[id(result.storage)] = result
+        return result
 
     def __enter__(self) -> Self:
         for place in self._places:
-            place.put(self._stand_ins[id(place.tensor)])
-        if self._loans:
+            place.put(self._by_target[id(place.tensor)].held)
+        if self._by_storage:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    def _found(self) -> list[tuple[_StandIn, Tensor]]:
+        """Return each stand-in and the tensors that modules hold in its place now."""
+        found = ((place, place.tensors.get(place.attribute)) for place in self._places)
+        return [(self._by_target[id(p.tensor)], each) for p, each in found if each is not None]
+
     def results(self) -> dict[int, Tensor]:
-        """Return the tensors that the module holds now, by the ids of its own tensors."""
-        held = [(id(place.tensor), place.tensors.get(place.attribute)) for place in self._own]
-        return {key: found for key, found in held if found is not None}
+        """Return the module's whole tensors as it holds them now, by the ids of its own tensors."""
+        found = reversed(self._found())  # The module's own places come first: they decide.
+        return {id(stand_in.target): each for stand_in, each in found if stand_in.storage is None}
 
     def unwritten(self) -> set[int]:
         """Return the ids of the module's tensors that still have no values."""
-        wanted = [(key, found) for key, found in self.results().items() if key in self._pending]
-        return {key for key, found in wanted if found.is_meta or is_unwritten(found)}
+        found = self.results().items()
+        return {key for key, each in found if each.is_meta or is_unwritten(each)}
 
     def __exit__(self, *error: object) -> None:
-        if self._loans:
+        if self._by_storage:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
-        held = [
-            (self._loans[id(place.tensor)], place.tensors.get(place.attribute))
-            for place in self._places
-            if id(place.tensor) in self._loans
-        ]
+        held = self._found()
         for place in self._places:
             place.put(place.tensor)
         try:
             if error[0] is None:
-                for loan, found in held:
-                    if found is not None:
-                        self._settle(loan, found)
-                for loan in list(self._loaded):
-                    self._let_go(loan)
+                for stand_in, found in held:
+                    if stand_in.storage is not None:
+                        self._settle(stand_in, found)
+                for stand_in in list(self._loaded):
+                    self._let_go(stand_in)
         finally:
             held.clear()
             self._by_storage.clear()
-            self._stand_ins.clear()
-            while self._loans:
-                loan = self._loans.popitem()[1]
+            while self._by_target:
+                left = self._by_target.popitem()[1]
                 # Code that still holds the stand-in may print it, which needs some memory.
-                if not loan.is_loaded and not loan.is_pinned:
-                    loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
+                if left.storage is not None and left not in self._loaded and not left.is_pinned:
+                    left.storage.resize_(left.whole.numel() * left.whole.element_size())
 
-    def _settle(self, loan: _Loan, found: Tensor) -> None:
+    def _settle(self, stand_in: _StandIn, found: Tensor) -> None:
         """Take over the tensor that the initialization put in the place of a stand-in."""
-        if found.untyped_storage() is not loan.storage and not found.is_meta:
+        target = stand_in.target
+        if found.untyped_storage() is not stand_in.storage and not found.is_meta:
             self._load_for("", (found,))
-            self._take(loan.name, loan.target, found.detach().clone())
-        if id(loan.target) in self._pending or not loan.target.is_meta:
-            loan.target.__dict__.update(user_attributes(found))
+            self._give(stand_in, found.detach().clone())
+        if id(target) in self._pending or not target.is_meta:
+            target.__dict__.update(user_attributes(found))
+
+    def _give(self, stand_in: _StandIn, values: Tensor) -> None:
+        if not stand_in.is_own:  # Its own tensor had values, or got them through a tied one.
+            self._take(stand_in.name, stand_in.target, values)
 
     # --- touched tensors --------------------------------------------------------------------------
 
@@ -367,12 +378,12 @@ class StandIns(TorchFunctionMode):
         looks = name in _LOOKS and attribute not in _STRIDED
         touched = self._load_for(name, (args[1:] if looks else args, kwargs))
         result = func(*args, **kwargs)
-        if touched and (name in _LEAKS or not _is_plain(result)):
+        if touched and (name == "data_ptr" or not _is_plain(result)):
             for loan in touched:
                 loan.is_pinned = True
         return result
 
-    def _load_for(self, name: str, given: tuple[Any, ...]) -> list[_Loan]:
+    def _load_for(self, name: str, given: tuple[Any, ...]) -> list[_StandIn]:
         """Load the values of the tensors that a function gets, and free all others."""
         tensors = [*iter_tensors(given, depth=0)]
         touched = {id(loan): loan for loan in map(self._loan_of, tensors) if loan is not None}
@@ -382,7 +393,7 @@ class StandIns(TorchFunctionMode):
             if id(loan) not in touched and not loan.is_pinned:
                 self._let_go(loan)
         for loan in touched.values():
-            if loan.is_loaded:
+            if loan in self._loaded:
                 continue
             is_alone = name in _OVERWRITES and loan not in map(self._loan_of, tensors[1:])
             # The function overwrites the whole stand-in, and writes each element once.
@@ -390,7 +401,7 @@ class StandIns(TorchFunctionMode):
             self._load(loan, is_overwritten=is_whole and tensors[0].is_contiguous())
         return [*touched.values()]
 
-    def _loan_of(self, tensor: Tensor) -> _Loan | None:
+    def _loan_of(self, tensor: Tensor) -> _StandIn | None:
         if isinstance(tensor, ShardedTensor) or tensor.layout is not torch.strided:
             return None
         try:
@@ -398,23 +409,23 @@ class StandIns(TorchFunctionMode):
         except (NotImplementedError, RuntimeError):  # A subclass that has none.
             return None
 
-    def _load(self, loan: _Loan, *, is_overwritten: bool) -> None:
+    def _load(self, loan: _StandIn, *, is_overwritten: bool) -> None:
+        assert loan.storage is not None
         values: Tensor | None = None
         if id(loan.target) not in self._pending and not is_overwritten:
             values = _whole_of(loan)
         loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
-        loan.is_loaded = True
         self._loaded.append(loan)
         if values is not None:
             loan.whole.copy_(values)
         elif not is_overwritten:
             mark_unwritten(loan.whole)
 
-    def _let_go(self, loan: _Loan) -> None:
+    def _let_go(self, loan: _StandIn) -> None:
+        assert loan.storage is not None
         self._loaded.remove(loan)
-        if loan.stand_in.untyped_storage() is loan.storage:
-            self._take(loan.name, loan.target, loan.whole)
-        loan.is_loaded = False
+        if loan.held.untyped_storage() is loan.storage:
+            self._give(loan, loan.whole)
         if loan.is_pinned:  # It is freed at the end: torch does not resize memory NumPy shares.
             return
         nbytes = loan.storage.nbytes()
@@ -423,22 +434,7 @@ class StandIns(TorchFunctionMode):
             give_back(nbytes)
 
 
-def _standing_in(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Return the tensor that a module may hold in the place of another."""
-    if isinstance(tensor, nn.Parameter):
-        whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-    whole.__dict__.update(user_attributes(tensor))
-    return whole
-
-
-def _can_lend(tensor: Tensor) -> bool:
-    """Whether a plain tensor can stand in for this tensor."""
-    if isinstance(tensor, ShardedTensor):
-        return True
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def _whole_of(loan: _Loan) -> Tensor:
+def _whole_of(loan: _StandIn) -> Tensor:
     target = loan.target
     if not isinstance(target, ShardedTensor):
         return target.detach()
@@ -561,9 +557,9 @@ class Filling:
             group: [id(param) for bucket in group.buckets for param in bucket.sharded]
             for group in groups_in(model, recurse=True)
         }
-        self._groups = [g for g, ids in held_by.items() if not self._pending.keys().isdisjoint(ids)]
-        self._group_of = {key: group for group in self._groups for key in held_by[group]}
-        self._values = {group: WholeValues() for group in self._groups}
+        groups = [g for g, ids in held_by.items() if not self._pending.keys().isdisjoint(ids)]
+        self._group_of = {key: group for group in groups for key in held_by[group]}
+        self._values = {group: WholeValues() for group in groups}
         backend = next((s.spec.mesh.backend for s in held if isinstance(s, ShardedTensor)), None)
         is_traced = backend is not None and backend.is_traced
         chosen = None if device is None else torch.device(device)
@@ -573,25 +569,23 @@ class Filling:
         self._has_init_fn = init_fn is not None
         self._fresh = frozenset(self._pending)
         self._units = [
-            u for u in units_of(model, init_fn) if any(self._wanted_of(u)) or self._writes_inside(u)
+            u for u in units_of(model, init_fn) if self._wanted_of(u) or self._writes_inside(u)
         ]
         self._last_group: ParamGroup | None = None
         self._meter = Meter(progress=False, what="", rank=0)
 
-    def _wanted_of(self, unit: InitializedModule) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a unit that have no values yet."""
-        for name, holder in unit.holders.items():
-            for place in _places_in([holder]):
-                if id(place.tensor) in self._pending:
-                    yield f"{name}.{place.attribute}".removeprefix("."), place.tensor
+    def _wanted_of(self, unit: InitializedModule) -> list[_Place]:
+        """Return the places of a unit's tensors that have no values yet, one for each tensor."""
+        places = {id(place.tensor): place for place in reversed([*_places_in(unit.holders)])}
+        return [place for key, place in reversed(places.items()) if key in self._pending]
 
     def _writes_inside(self, unit: InitializedModule) -> bool:
         """Whether a unit has an initialization that may write tensors of modules inside."""
         if self._has_init_fn or not unit.initializers:
             return False
-        own = {id(place.tensor) for place in _places_in(unit.holders.values())}
-        held = [*unit.module.parameters(), *unit.module.buffers()]
-        return any(id(tensor) in self._fresh and id(tensor) not in own for tensor in held)
+        inside = {id(each) for each in (*unit.module.parameters(), *unit.module.buffers())}
+        inside -= {id(place.tensor) for place in _places_in(unit.holders)}
+        return not inside.isdisjoint(self._fresh)
 
     def run(self, meter: Meter) -> None:
         self._check()
@@ -623,11 +617,9 @@ class Filling:
         self._execute(None)
 
     def _fill_all(self) -> None:
-        for module in self._model.modules():
-            state = get_state(module)
-            if state is not None and state.group in self._values:
-                cast("Any", module).reshard()
-        for group in self._groups:
+        for group in self._values:
+            cast("Any", group.modules[0]).reshard()
+        for group in self._values:
             if not group.mesh.backend.is_traced:
                 _give_memory(group, self._pending)
         with self._plain_rnns():
@@ -657,12 +649,10 @@ class Filling:
         kinds: dict[str, None] = {}
         claimed: set[int] = set()
         for unit in self._units:
-            wanted = [
-                (n, tensor) for n, tensor in self._wanted_of(unit) if id(tensor) not in claimed
-            ]
-            claimed |= {id(tensor) for _, tensor in wanted}
+            wanted = [p for p in self._wanted_of(unit) if id(p.tensor) not in claimed]
+            claimed |= {id(place.tensor) for place in wanted}
             if wanted and not unit.initializers:
-                names += [name for name, _ in wanted]
+                names += [place.name for place in wanted]
                 kinds[own_class(unit.module).__name__] = None
         if names:
             msg = (
@@ -697,43 +687,38 @@ class Filling:
     def _fill(self, unit: InitializedModule) -> int:
         """Initialize a module and keep the wanted tensors; return the bytes that are freed then."""
         freed = 0
-        wanted = list(self._wanted_of(unit))
+        wanted = self._wanted_of(unit)
         if not wanted and not self._writes_inside(unit):
             return freed  # Tied to what an earlier module has initialized.
-        own = {id(place.tensor) for place in _places_in(unit.holders.values())}
-        take = functools.partial(self._take_inside, own)
-        with StandIns(unit, self.device, self._pending, take) as stand_ins:
+        with StandIns(unit, self.device, self._pending, self._take_inside) as stand_ins:
             for calls in unit.initializers:
                 self._run(unit, calls)
                 unwritten = stand_ins.unwritten()
                 if not unwritten:
                     break
             results = stand_ins.results()
-        for name, tensor in wanted:
+        for place in wanted:
+            tensor = place.tensor
             result = results.pop(id(tensor), None)
             if isinstance(tensor, nn.Parameter):
-                _check_result(name, tensor, result, unwritten=id(tensor) in unwritten)
+                _check_result(place.name, tensor, result, unwritten=id(tensor) in unwritten)
             elif result is None or id(tensor) in unwritten:
                 continue  # A buffer, which stays on meta.
-            self._execute(self._group_of.get(id(tensor)))
-            self._take(tensor, cast("Tensor", result))
-            del self._pending[id(tensor)]
+            self._keep(tensor, cast("Tensor", result))
             self._meter.add(tensor.nbytes)
             if isinstance(tensor, ShardedTensor) and result is not None:
                 freed += result.nbytes if result.device.type == "cpu" else 0
         return freed
 
-    def _take_inside(self, own: Container[int], name: str, target: Tensor, whole: Tensor) -> None:
-        """Keep values that were written to a tensor that is not one of the module's `own`."""
-        if id(target) not in self._fresh or id(target) in own:
-            return  # It had values before, or got them through a tied tensor.
+    def _take_inside(self, name: str, target: Tensor, whole: Tensor) -> None:
+        """Keep values that were written to a tensor of a module inside."""
+        if id(target) not in self._fresh:
+            return  # It had values before.
         if id(target) in self._pending and is_unwritten(whole):
             return
         _check_result(name, target, whole, unwritten=False)
-        self._execute(self._group_of.get(id(target)))
         is_kept = target.is_meta and not isinstance(target, ShardedTensor)
-        self._take(target, whole.clone() if is_kept else whole)
-        self._pending.pop(id(target), None)
+        self._keep(target, whole.clone() if is_kept else whole)
 
     def _run(self, unit: InitializedModule, calls: Iterable[Callable[[], object]]) -> None:
         try:
@@ -745,11 +730,12 @@ class Filling:
             error.add_note(f"while materialize() initialized {unit.name or 'the root'!r}, a {kind}")
             raise
 
-    def _take(self, target: Tensor, result: Tensor) -> None:
+    def _keep(self, target: Tensor, result: Tensor) -> None:
         """Give a tensor of the model its values."""
+        group = self._group_of.get(id(target))
+        self._execute(group)
         added = user_attributes(result)
         if isinstance(target, ShardedTensor):
-            group = self._group_of.get(id(target))
             entry: Any = target.spec.entry() if target.spec.entry is not None else None
             if group is not None and entry is not None and not target.spec.is_traced:
                 self._values[group].note(entry, result)
@@ -763,6 +749,7 @@ class Filling:
             new.__dict__.update(user_attributes(target))
             torch.utils.swap_tensors(target, new)
         target.__dict__.update(added)
+        self._pending.pop(id(target), None)
 
     def _execute(self, group: ParamGroup | None) -> None:
         """Run what was traced for the last group, if operators are traced."""

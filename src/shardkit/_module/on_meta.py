@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardkit._compat import torch_tensors
-from shardkit._errors import StateError
+from shardkit._errors import StateError, warn_user
 from shardkit._text import listed
 
 if TYPE_CHECKING:
@@ -82,12 +81,10 @@ class Emptied:
 
     Attributes:
         buffer: The buffer, as it was then.
-        places: The modules that hold the buffer, and their names of it.
     """
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
-        self.places: list[tuple[nn.Module, str]] = []
         self._version = torch_tensors.version_of(buffer)
         self._sample = self._taken()
 
@@ -115,15 +112,10 @@ class NotedConversion:
     """
 
     def __init__(self, module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-        self._places = [
-            (holder, attribute)
-            for holder in module.modules()
-            for attribute, buffer in holder._buffers.items()  # noqa: SLF001 - keeps tied ones apart
-            if buffer is not None and buffer.is_meta
-        ]
+        self._module = module
         self._given = fn
         self._new: dict[int, Emptied] = {}
-        self.fn = self._note if self._places else fn
+        self.fn = self._note if buffers_on_meta(module) else fn
 
     def _note(self, tensor: Tensor) -> Tensor:
         # Note it at once: a module's own `_apply` may write values afterwards.
@@ -135,36 +127,21 @@ class NotedConversion:
 
     def emptied(self) -> list[Emptied]:
         """Return the buffers that got memory."""
-        for holder, attribute in self._places:
-            new = self._new.get(id(holder._buffers.get(attribute)))  # noqa: SLF001
-            if new is not None:
-                new.places.append((holder, attribute))
-        return [new for new in self._new.values() if new.places]
+        held = {id(buffer) for buffer in self._module.buffers()}
+        return [new for key, new in self._new.items() if key in held]
 
 
 def warn_of_emptied(module: nn.Module, emptied: Iterable[Emptied]) -> None:
     """Warn of buffers that were not written since they got memory."""
-    unwritten = {
-        (id(holder), attribute)
-        for each in emptied
-        if each.is_unchanged
-        for holder, attribute in each.places
-        if holder._buffers.get(attribute) is each.buffer  # noqa: SLF001
-    }
-    names = [
-        f"{name}.{attribute}".removeprefix(".")
-        for name, holder in module.named_modules()
-        for attribute in holder._buffers  # noqa: SLF001
-        if (id(holder), attribute) in unwritten
-    ]
+    unwritten = {id(each.buffer) for each in emptied if each.is_unchanged}
+    names = [name for name, buffer in module.named_buffers() if id(buffer) in unwritten]
     if names:
-        warnings.warn(
+        warn_user(
             f"buffers {listed(names)} got memory from to_empty(), and nobody has written values to "
             f"it. State dicts leave out buffers that were registered with persistent=False, so "
             f"loading does not fill them. Have their modules compute them (reset_parameters(), "
             f"reset_buffers()), or call shardkit.materialize(model) in the place of to_empty(). If "
-            f"the forward writes them before it reads them, call zero_() on them.",
-            stacklevel=2,
+            f"the forward writes them before it reads them, call zero_() on them."
         )
 
 

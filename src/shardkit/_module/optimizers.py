@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import re
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,8 @@ from torch.optim.optimizer import (
 )
 
 from shardkit._compat import torch_modules
-from shardkit._errors import OptimizerError, StateError
+from shardkit._compat.once import once
+from shardkit._errors import OptimizerError, StateError, warn_user
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, leaves_of, map_leaves
 from shardkit._runtime.agreement import is_on_part, note_step, rank_of_copy
@@ -34,9 +34,8 @@ from shardkit._text import listed
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import ParamGroup
 
 
@@ -174,7 +173,6 @@ _groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 _ignored: set[int] = set()  # Ids: torch cannot swap a tensor that has a weak reference.
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _told_of_sync: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_is_installed = False
 
 _DATA_PARALLEL = re.compile("repl|dp|data")
 """Parts of the names of axes along which ranks have different data."""
@@ -199,17 +197,19 @@ def known_groups() -> list[ParamGroup]:
 
 def watch_optimizers() -> None:
     """Check optimizers from now on, and check all of them again, since parameters were sharded."""
-    global _is_installed  # noqa: PLW0603 - torch's hook is of the process, too
     _known.clear()
     _looked_at.clear()
-    if not _is_installed:
-        for before in (cut_whole_state, _look, _average_losses, begin_step):
-            register_optimizer_step_pre_hook(torch_modules.untraced(before))
-        for after in (end_step, note_step):
-            register_optimizer_step_post_hook(torch_modules.untraced(after))
-        register_optimizer_step_pre_hook(_pause_compiler)
-        register_optimizer_step_post_hook(_resume_compiler)
-        _is_installed = True
+    _install_hooks()
+
+
+@once
+def _install_hooks() -> None:
+    for before in (cut_whole_state, _look, _average_losses, begin_step):
+        register_optimizer_step_pre_hook(torch_modules.untraced(before))
+    for after in (end_step, note_step):
+        register_optimizer_step_post_hook(torch_modules.untraced(after))
+    register_optimizer_step_pre_hook(_pause_compiler)
+    register_optimizer_step_post_hook(_resume_compiler)
 
 
 def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -231,15 +231,15 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         _warn_of_copies(params)
     elif not has_closure:
         _warn_of_unsynced(optimizer)
-        name = next((e.name for e in _known_entries() if e.param.grad is not None), None)
+        entries = (e for group in _groups for bucket in group.buckets for e in bucket.entries)
+        name = next((entry.name for entry in entries if entry.param.grad is not None), None)
         if name is not None:
             _looked_at[optimizer] = number
-            warnings.warn(
+            warn_user(
                 f"none of this optimizer's {len(params)} parameters has a gradient, but {name!r} "
                 f"of a sharded model has one: the optimizer updates another model, perhaps a copy. "
                 f"Make it of the parameters of the model that is trained: "
-                f"{type(optimizer).__name__}(model.parameters()).",
-                stacklevel=3,
+                f"{type(optimizer).__name__}(model.parameters())."
             )
 
 
@@ -359,12 +359,11 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
         remedy = f"They came into the {type(model).__name__} after it was sharded: call {_LATER}."
     elif not may_part:
         remedy = f"Call fully_shard on the {type(model).__name__} that holds them as well."
-    warnings.warn(
+    warn_user(
         f"no group of fully_shard holds {listed(names, str)}, which this optimizer updates. "
         f"Gradients of these parameters are not averaged over the ranks, so each rank trains its "
         f"own. {remedy} "
-        f"If it is meant so, pass them in ignored_params.",
-        stacklevel=4,
+        f"If it is meant so, pass them in ignored_params."
     )
 
 
@@ -379,12 +378,11 @@ def _warn_of_unsynced(optimizer: Optimizer) -> None:
     name = next((entry.name for entry in entries if id(entry.param) in held), None)
     if name is not None:
         _told_of_sync.add(optimizer)
-        warnings.warn(
+        warn_user(
             f"this {type(optimizer).__name__} steps without a gradient: those of {name!r} and "
             f"others were computed, and wait to be synced (see memory_stats()). "
             f"Call set_requires_gradient_sync(True) or set_is_last_backward(True), or leave "
-            f"no_sync(), before the last backward of a step.",
-            stacklevel=4,
+            f"no_sync(), before the last backward of a step."
         )
 
 
@@ -402,13 +400,12 @@ def _warn_of_left_out(params: Sequence[Any]) -> None:
         if not names or param.spec.tensor_parallel is not None or _averaged_by_ddp():
             continue
         own = ", ".join(map(repr, param.device_mesh.mesh_dim_names or ()))
-        warnings.warn(
+        warn_user(
             f"{param.spec.name!r} is sharded over axis {own} of a mesh that has axis {names[0]!r} "
             f"as well, over which nobody averages gradients: copies of the model along "
             f"{names[0]!r} drift apart. Pass both axes to fully_shard: mesh[{names[0]!r}, {own}]. "
             f"It is right where your code averages over {names[0]!r} itself, or where each "
-            f"position there trains a model of its own.",
-            stacklevel=4,
+            f"position there trains a model of its own."
         )
         return
 
@@ -427,14 +424,13 @@ def _warn_of_copies(params: Sequence[Any]) -> None:
         return
     other = rank_of_copy(sorted(of_root, key=lambda each: each.index))
     if other is not None:
-        warnings.warn(
+        warn_user(
             f"{param.spec.name!r} is sharded over ranks {group.mesh.describe_ranks()} only, and "
             f"rank {other} trains a copy of the same model, with the same first values, on a mesh "
             f"of other ranks. Nobody averages gradients over both, so the copies drift apart. Pass "
             f"one mesh of all ranks to fully_shard, by init_device_mesh with the axes "
             f"(replicate, shard). It is right where your code averages over the copies itself, or "
-            f"where each is to be trained on its own.",
-            stacklevel=4,
+            f"where each is to be trained on its own."
         )
 
 
@@ -446,11 +442,6 @@ def _averaged_by_ddp() -> set[int]:
 
 def _params_of(optimizer: Optimizer) -> list[Any]:
     return [param for each in optimizer.param_groups for param in each["params"]]
-
-
-def _known_entries() -> Iterator[ParamEntry]:
-    """Yield the parameters of groups that are trained in this process."""
-    return (entry for group in _groups for bucket in group.buckets for entry in bucket.entries)
 
 
 def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:

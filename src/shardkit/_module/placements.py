@@ -54,10 +54,8 @@ def place_params(
         place = known.setdefault(_axes_of(place), place)
         item.mesh = None if place is mesh else place
         item.is_spmd = own is not None
-        item.around = None
         is_part = place.size() < mesh.size() and tensor_parallel_of(item.param) is None
-        if is_part and mesh.size() > 1:
-            item.around = mesh
+        item.around = mesh if is_part else None
     return [place for place in known.values() if place is not mesh]
 
 

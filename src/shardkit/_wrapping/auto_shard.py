@@ -183,13 +183,11 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
         "offload_policy": as_offload(offload_policy),
         "ignored_params": ignored_params or set(),
     }
-    meshes = None if experts is None else _expert_meshes(mesh, axis_of(experts), is_plan=not apply)
-    shard_mesh = _mesh_of(model, mesh, chosen, common, is_plan=not apply, meshes=meshes)
+    axis = None if experts is None else axis_of(experts)
+    shard_mesh, meshes = _meshes_of(model, mesh, chosen, common, is_plan=not apply, axis=axis)
     tree = ModuleTree(model, ignored_params or ())
     choice = _choice(tree, policy, units, shard_mesh, common)
-    spread = None
-    if experts is not None and meshes is not None:
-        spread = Experts.of(tree, [*experts], meshes)
+    spread = None if meshes is None else Experts.of(tree, [*(experts or ())], meshes)
     planned = _planned(tree, shard_mesh, choice, common, spread)
     if offload_budget_nbytes is not None:
         offload_to_fit(planned, offload_budget_nbytes)
@@ -243,29 +241,44 @@ def _check_model(model: Any) -> None:
             raise WrapError(msg)
 
 
-def _mesh_of(
+def _meshes_of(
     model: nn.Module,
     mesh: Any,
     chosen: Strategy | None,
     common: dict[str, Any],
     *,
     is_plan: bool,
-    meshes: ExpertMeshes | None = None,
-) -> DeviceMesh:
-    """Return the mesh to shard over; a shape is enough for a plan."""
-    if meshes is not None:
-        result = meshes.dense
-    elif _is_shape(mesh):
+    axis: str | None,
+) -> tuple[DeviceMesh, ExpertMeshes | None]:
+    """Return the mesh to shard over, and the meshes of experts; a shape is enough for a plan.
+
+    Args:
+        model: The root.
+        mesh: A mesh or a shape.
+        chosen: The strategy, or None.
+        common: Arguments of all `fully_shard` calls.
+        is_plan: Whether the model is not sharded.
+        axis: Name of the axis over which experts are spread; None: there are no experts.
+    """
+    meshes = None
+    if _is_shape(mesh):
         shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
-        if chosen is not None and isinstance(mesh, int):
+        if chosen is not None and isinstance(mesh, int) and axis is None:
             shape = chosen.mesh_shape(mesh)
         if not is_plan:
+            remedy = f"a mesh: init_device_mesh(device_type, {shape})"
+            if axis is not None:
+                remedy = f"a mesh of torch with names of its axes, of which {axis!r} is one"
             msg = (
                 f"{mesh} is a mesh shape, for which auto_shard can only plan. Pass apply=False, or "
-                f"a mesh: init_device_mesh(device_type, {shape})."
+                f"{remedy}."
             )
             raise MeshError(msg)
         result = mesh_of_shape(shape)
+        if axis is not None:
+            meshes = ExpertMeshes.split(result, result.ndim - 1, axis)
+    elif axis is not None:
+        meshes = ExpertMeshes.of(mesh, axis)
     else:
         entries = [*checks.find_params([model], common["ignored_params"])]
         device_type = device_type_of(entries, common["offload_policy"])
@@ -273,29 +286,18 @@ def _mesh_of(
         if mesh is None and chosen is not None and chosen.mesh_ndim > 1:
             shape = chosen.mesh_shape(result.size())
             result = init_device_mesh(device_type, shape, mesh_dim_names=chosen.mesh_dim_names)
+    if meshes is not None:
+        result = meshes.dense
     checks.check_mesh(result)
     if chosen is not None:
         chosen.check_mesh_shape(result.shape)
-    return result
+    return result, meshes
 
 
 def _is_shape(mesh: Any) -> bool:
     return isinstance(mesh, int) or (
         isinstance(mesh, (tuple, list)) and all(isinstance(size, int) for size in mesh)
     )
-
-
-def _expert_meshes(mesh: Any, axis: str, *, is_plan: bool) -> ExpertMeshes:
-    """Return the meshes of a model with experts."""
-    if not _is_shape(mesh):
-        return ExpertMeshes.of(mesh, axis)
-    if not is_plan:
-        msg = (
-            f"{mesh} is a mesh shape, for which auto_shard can only plan. Pass apply=False, or a "
-            f"mesh of torch with names of its axes, of which {axis!r} is one."
-        )
-        raise MeshError(msg)
-    return ExpertMeshes.of_shape(mesh_of_shape((mesh,) if isinstance(mesh, int) else mesh), axis)
 
 
 def _choice(
@@ -345,7 +347,7 @@ def _planned(
             "offload_policy": as_offload(given["offload_policy"]),
             "mesh": as_device_mesh(own_mesh, device_type=mesh.device_type) if is_other else mesh,
         }
-        if experts is not None and experts.is_in(unit.entries):
+        if experts is not None and any(e.param in experts.params for e in unit.entries):
             _place_experts(unit, experts)
         unit.check()
         unit.plan()
@@ -362,6 +364,7 @@ def _place_experts(unit: Unit, experts: Experts) -> None:
         raise MeshError(msg)
     fn = unit.arguments["shard_placement_fn"]
     unit.arguments["shard_placement_fn"] = PlacedExperts(experts, fn)
+    unit.experts = experts
     experts.plan(unit.entries)
 
 

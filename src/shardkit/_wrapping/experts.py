@@ -64,17 +64,13 @@ class ExpertMeshes:
             raise MeshError(msg)
         whole = as_device_mesh(mesh, device_type=mesh.device_type)
         checks.check_in_mesh(whole)
-        return cls._split(whole, names.index(axis), axis, mesh[axis])
+        return cls.split(whole, names.index(axis), axis, mesh[axis])
 
     @classmethod
-    def of_shape(cls, mesh: DeviceMesh, axis: str) -> ExpertMeshes:
-        """Return the meshes from a mesh that is only a shape; its last axis is the experts'."""
-        return cls._split(mesh, mesh.ndim - 1, axis, None)
-
-    @classmethod
-    def _split(
-        cls, whole: DeviceMesh, dim: int, axis: str, torch_mesh: TorchDeviceMesh | None
+    def split(
+        cls, whole: DeviceMesh, dim: int, axis: str, torch_mesh: TorchDeviceMesh | None = None
     ) -> ExpertMeshes:
+        """Return the meshes from one whose axis `dim` is the experts'; it may be only a shape."""
         rest = [index for index in range(whole.ndim) if index != dim]
         if not 1 <= len(rest) <= checks.MAX_MESH_NDIM:
             msg = (
@@ -120,10 +116,6 @@ class Experts:
         whole = {param for param in params if tensor_parallel_of(param) is None}
         return cls(meshes, sites, params, whole)
 
-    def is_in(self, entries: Sequence[ParamEntry]) -> bool:
-        """Whether experts are among the parameters of a group."""
-        return any(entry.param in self.params for entry in entries)
-
     def plan(self, entries: Sequence[ParamEntry]) -> None:
         """Replace each parameter that must be cut by one of the size of a rank's part."""
         for entry in entries:
@@ -156,18 +148,18 @@ class PlacedExperts:
     """A `shard_placement_fn` that knows the mesh of experts."""
 
     def __init__(self, experts: Experts, fn: Callable[[nn.Parameter], Any] | None) -> None:
-        self.experts = experts
+        self._experts = experts
         self._fn = fn
 
     def __call__(self, param: nn.Parameter) -> Any:
         """Return the placement of a parameter."""
-        if param in self.experts.params:
-            return self.experts.meshes.own
+        if param in self._experts.params:
+            return self._experts.meshes.own
         return None if self._fn is None else self._fn(param)
 
     def __repr__(self) -> str:
         """Return the text for a plan."""
-        meshes = self.experts.meshes
+        meshes = self._experts.meshes
         return f"<experts over {meshes.axis}={meshes.num_parts}>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import graphlib
 import itertools
 import math
@@ -24,7 +25,6 @@ from shardkit._params.make import plan_buckets
 from shardkit._schedule import Op, UnshardSchedule
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._text import shown_nbytes
-from shardkit._wrapping.experts import PlacedExperts
 from shardkit.backends.base import Backend
 
 if TYPE_CHECKING:
@@ -311,6 +311,7 @@ class Unit:
     left_out: set[nn.Parameter] = field(default_factory=set)
     # Names of modules in it that inner units share, so that it takes their parameters.
     shared: tuple[str, ...] = ()
+    experts: Experts | None = None  # The experts of the model, if the unit holds some.
     # Buckets of which its group will consist.
     buckets: list[PlannedBucket] = field(default_factory=list)
 
@@ -350,12 +351,6 @@ class Unit:
             offload=self.arguments["offload_policy"],
         )
 
-    @property
-    def experts(self) -> Experts | None:
-        """The experts of the model, if the unit holds some."""
-        fn = self.arguments["shard_placement_fn"]
-        return fn.experts if isinstance(fn, PlacedExperts) else None
-
     def shard(self) -> None:
         """Call `fully_shard`, unless a callable that prepares modules has done so."""
         modules: Any = self.modules
@@ -370,8 +365,11 @@ class Unit:
         reshards, buckets = self.arguments["reshard_after_forward"], self.buckets
         wants_host = isinstance(self.arguments["offload_policy"], CPUOffloadPolicy)
         of_rank = ("shard_nbytes", "unsharded_nbytes", "send_nbytes")
-        parts = [self._num_parts(bucket) for bucket in buckets]
-        counted = [*zip(parts, buckets, strict=True)]
+        experts = None if self.experts is None else self.experts.meshes
+        counted = [  # With the number of parts in which an axis of experts holds the parameters.
+            (experts.num_parts if experts and bucket.plan.mesh is experts.own else 1, bucket)
+            for bucket in buckets
+        ]
         return GroupPlan(
             names=self.names,
             kinds=tuple(type(module).__name__ for module in self.modules),
@@ -387,13 +385,6 @@ class Unit:
             arguments=dict(self.arguments),
             **{name: sum(getattr(bucket, name) for bucket in buckets) for name in of_rank},
         )
-
-    def _num_parts(self, bucket: PlannedBucket) -> int:
-        """Return the number of parts in which an axis of experts holds its parameters."""
-        if self.experts is None:
-            return 1
-        meshes = self.experts.meshes
-        return meshes.num_parts if bucket.plan.mesh is meshes.own else 1
 
     def traffic(self, gathers: int, passes: int, reductions: int) -> PlannedTraffic:
         """Return the group's communication in a step.
@@ -435,17 +426,11 @@ def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
         Unit(names, [tree.modules[name] for name in names], arguments)
         for names, arguments in sorted(choice.items(), key=lambda item: positions[item[0][0]])
     ]
-    holders: dict[int, list[Unit]] = {}
+    numbers = {id(m): number for number, unit in enumerate(units) for m in unit.modules}
+    inside: dict[Unit, list[Unit]] = {}
     for unit in units:
-        for module in unit.modules:
-            for inner in module.modules():
-                if inner is not module:
-                    holders.setdefault(id(inner), []).append(unit)
-    inside: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
-    for unit in units:
-        for module in unit.modules:
-            for outer in holders.get(id(module), ()):
-                inside[outer][unit] = None
+        inner = {id(m) for outer in unit.modules for m in outer.modules() if m is not outer}
+        inside[unit] = [units[n] for n in sorted(numbers[key] for key in inner & numbers.keys())]
     try:
         order = [*graphlib.TopologicalSorter(inside).static_order()]
     except graphlib.CycleError as error:
@@ -564,17 +549,14 @@ class _Rehearsal:
         """Run one forward and backward; before the first one of a step, shards have changed."""
         schedule = self._schedule
         self._stale = set(schedule.live) if is_first else set()
-        self._left: list[tuple[str, int, bool]] = []
+        self._left: list[Callable[[], Sequence[Action]]] = []  # What backward goes through.
         self._run: dict[int, int] = {}
         self._has_trainable = False
         schedule.begin_pass(has_changed=is_first)
         self._forward(self._root, set())
         self._do(schedule.end_pass(needs_backward=self._has_trainable))
-        for what, index, is_last in reversed(self._left):
-            if what == "exit":  # Backward goes through the forward in reverse.
-                self._do(schedule.enter_backward(index))
-            else:
-                self._do(schedule.exit_backward(index, is_last=is_last))
+        for step in reversed(self._left):
+            self._do(step())
         self._do(schedule.end_backward())
 
     def _forward(self, module: nn.Module, seen: set[int]) -> None:
@@ -587,8 +569,11 @@ class _Rehearsal:
                 self._stale.discard(index)
                 self._do(self._schedule.refresh(index))
             self._do(self._schedule.enter_forward(index))
+            is_last = index not in self._run
+            self._left.append(
+                functools.partial(self._schedule.exit_backward, index, is_last=is_last)
+            )
             entered = len(self._left)
-            self._left.append(("enter", index, index not in self._run))
             self._run[index] = self._run.get(index, 0) + 1
         for child in module.children():
             self._forward(child, seen)
@@ -597,9 +582,9 @@ class _Rehearsal:
         group, modules = self._groups[index]
         self._has_trainable |= bool(group.send_nbytes)
         if self._has_trainable:
-            self._left.append(("exit", index, False))
+            self._left.append(functools.partial(self._schedule.enter_backward, index))
         else:
-            del self._left[entered]  # No backward reaches this group.
+            del self._left[entered - 1]  # No backward reaches this group.
         self._do(
             self._schedule.exit_forward(
                 index,

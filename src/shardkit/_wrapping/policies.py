@@ -164,10 +164,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 
 
 def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,  # noqa: FBT001 - the protocol
-    unwrapped_params: int,
-    lambda_fn: Callable[[nn.Module], bool],
+    module: nn.Module, recurse: bool, unwrapped_params: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """Choose the modules for which a function returns True.
 
@@ -182,7 +179,7 @@ def lambda_auto_wrap_policy(
 
 def transformer_auto_wrap_policy(
     module: nn.Module,
-    recurse: bool,  # noqa: FBT001 - the protocol
+    recurse: bool,
     unwrapped_params: int,
     transformer_layer_cls: Iterable[type[nn.Module]],
 ) -> bool:
@@ -199,7 +196,7 @@ def transformer_auto_wrap_policy(
 
 def size_based_auto_wrap_policy(
     module: nn.Module,
-    recurse: bool,  # noqa: FBT001 - the protocol
+    recurse: bool,
     unwrapped_params: int,
     min_num_params: int = MIN_NUM_PARAMS,
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from shardkit.backends import TorchDeviceMesh
 
 REPLICATE_AXIS = "replicate"
-_HYBRID_NDIM = 2
 
 StrategyName = Literal[
     "replicate",
@@ -58,9 +57,9 @@ class Strategy:
     name: str
     aliases: tuple[str, ...]
     shards: str
-    mesh_rule: str
-    mesh_ndim: int
-    reshard_after_forward: bool | None
+    mesh_rule: str = "(n,)"
+    mesh_ndim: int = 1
+    reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
     reduces_each_micro_batch: bool = True
 
@@ -79,17 +78,18 @@ class Strategy:
             MeshError: The mesh has another shape than the strategy needs, or None is passed and the
                 strategy needs another mesh.
         """
-        if mesh is None and self.mesh_ndim == _HYBRID_NDIM:
+        arguments: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
+        if mesh is not None:
+            self.check_mesh_shape(tuple(mesh.shape))
+            arguments["mesh"] = mesh
+        elif self.mesh_ndim > 1:
             msg = (
                 f"the strategy {self.name!r} wants a mesh of shape {self.mesh_rule}, and without "
                 f"one fully_shard makes a 1-D mesh. Pass init_device_mesh(device_type, "
                 f"strategy({self.name!r}).mesh_shape(world_size))."
             )
             raise MeshError(msg)
-        if mesh is None:
-            return {"reshard_after_forward": self.reshard_after_forward}
-        self.check_mesh_shape(tuple(mesh.shape))
-        return {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
+        return arguments
 
     def prepare(self, model: Any) -> Any:
         """Call the setters of the strategy on the sharded root, and return the root.
@@ -181,8 +181,6 @@ STRATEGIES = (
         name="zero1",
         aliases=(),
         shards="the optimizer's state",
-        mesh_rule="(n,)",
-        mesh_ndim=1,
         reshard_after_forward=False,
         reshard_after_backward=False,
         reduces_each_micro_batch=False,
@@ -191,17 +189,12 @@ STRATEGIES = (
         name="zero2",
         aliases=("SHARD_GRAD_OP",),
         shards="gradients and the optimizer's state; parameters between steps",
-        mesh_rule="(n,)",
-        mesh_ndim=1,
         reshard_after_forward=False,
     ),
     Strategy(
         name="zero3",
         aliases=("FULL_SHARD",),
         shards="parameters, gradients and the optimizer's state",
-        mesh_rule="(n,)",
-        mesh_ndim=1,
-        reshard_after_forward=None,
     ),
     Strategy(
         name="hybrid",
@@ -209,7 +202,6 @@ STRATEGIES = (
         shards="as zero3, within each copy of the model",
         mesh_rule="(copies, n / copies)",
         mesh_ndim=2,
-        reshard_after_forward=None,
     ),
     Strategy(
         name="hybrid_zero2",
@@ -227,7 +219,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "").replace(" ", "")
 
 
-_BY_NAME = {_plain(name): each for each in STRATEGIES for name in (each.name, *each.aliases)}
+_BY_NAME = {name: each for each in STRATEGIES for name in (each.name, *each.aliases)}
 
 
 def strategy(name: StrategyName | enum.Enum | Strategy) -> Strategy:
@@ -254,9 +246,8 @@ def strategy(name: StrategyName | enum.Enum | Strategy) -> Strategy:
     if isinstance(name, Strategy):
         return name
     text = str(name.name if isinstance(name, enum.Enum) else name)
-    found = _BY_NAME.get(_plain(text))
-    if found is None:
-        known = [known for each in STRATEGIES for known in (each.name, *each.aliases)]
-        msg = f"there is no strategy {name!r}. {nearest(text, known)}"
-        raise WrapError(msg)
-    return found
+    for known, found in _BY_NAME.items():
+        if _plain(known) == _plain(text):
+            return found
+    msg = f"there is no strategy {name!r}. {nearest(text, _BY_NAME)}"
+    raise WrapError(msg)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import re
-import warnings
 from typing import TYPE_CHECKING
 
-from shardkit._errors import IntegrationError
+from shardkit._errors import IntegrationError, warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +44,7 @@ def check_version(package: str) -> None:
             f"{newest}. Functions that it replaces may do something else there. Compare the first "
             f"losses with those of {newest}, or install that: pip install '{package}=={newest}.*'"
         )
-        warnings.warn(msg, stacklevel=3)
+        warn_user(msg)
 
 
 @contextlib.contextmanager

@@ -137,11 +137,7 @@ def _say_what_is_not_saved(used: Installed, trainer_module: Any) -> None:
     original = trainer_module.Trainer.save_model
 
     @functools.wraps(original)
-    def save_model(
-        self: Any,
-        output_dir: str | None = None,
-        _internal_call: bool = False,  # noqa: FBT001, FBT002 - the Trainer's signature
-    ) -> None:
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         original(self, output_dir, _internal_call)
         if _internal_call or not self.is_fsdp_enabled or not self.args.should_save:
             return  # Other functions write the files of a checkpoint.
@@ -407,10 +403,7 @@ def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_full_state_dict(
-    accelerator: Any,
-    model: nn.Module,
-    full_sd: Mapping[str, Any],
-    cpu_offload: bool = False,  # noqa: FBT001, FBT002 - Accelerate's signature
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> nn.Module:
     """Send the first rank's whole tensors to a model on meta, in parts of 16 MiB."""
     del cpu_offload  # The groups know whether to offload.

@@ -113,9 +113,9 @@ class _Sharding:
 
     def _shard(self, module: nn.Module) -> nn.Module:
         """Shard a module that is not sharded yet; give values to its tensors on meta."""
-        if not any(isinstance(each, FSDPModule) for each in module.modules()):
+        if not _roots_in(module):
             module = self._parallelize(module)
-        if not any(isinstance(each, FSDPModule) for each in module.modules()):
+        if not _roots_in(module):
             msg = (
                 f"parallelize_fn has sharded nothing in {type(module).__name__}. Call "
                 f"shardkit.fully_shard or shardkit.auto_shard in it, with mesh['data_parallel']."
@@ -166,7 +166,7 @@ def _rest_to_device(module: nn.Module, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _no_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002 - Fabric's signature
+def _no_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for root in _roots_in(module) if enabled else []:
             stack.enter_context(root.no_sync())

@@ -236,6 +236,35 @@ def test_tied_parameters_get_the_values_of_the_first_module() -> None:
     assert torch.equal(model.tokens.weight.to_local(), model.tokens.weight.spec.slice_full(whole))
 
 
+class Aliased(nn.Module):
+    """Holds one parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.alias = nn.Parameter(torch.empty(3, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.alias.T
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_module_that_holds_one_parameter_under_two_names(shard: bool) -> None:
+    torch.manual_seed(3)
+    plain = Aliased()
+    model = on_meta(Aliased)
+    if shard:
+        mesh, _ = recording_mesh((RANKS,), rank=1)
+        fully_shard(model, mesh)
+    torch.manual_seed(3)
+    materialize(model)
+    assert model.weight is model.alias
+    assert_equal(model, plain)
+
+
 def test_what_has_values_keeps_them() -> None:
     mesh, _ = recording_mesh((2,))
     layer = nn.Linear(4, 4)
