@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardkit._module.hooks import ModuleState
     from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.runtime import Runtime
-    from shardkit.backends.accelerator import StreamGraph
+    from shardkit.backends.graphs import StreamGraph
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardkit._compat import torch_groups
 from shardkit._errors import StateError
 from shardkit.backends.device import AcceleratorDevice
+from shardkit.backends.graphs import StreamGraph
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
     REDUCE_OPS,
@@ -30,7 +31,7 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
-from shardkit.backends.watch.watchdog import channel_of, current_watchdog
+from shardkit.backends.watch.watchdog import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -639,62 +640,6 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
     with torch_groups.coalesced(axis.group) if is_one else contextlib.nullcontext():
         for gather in own:
             all_gather_single(gather.full, gather.own, group=axis.group)
-
-
-# --- graphs ---------------------------------------------------------------------------------------
-
-
-class StreamGraph:
-    """A graph of an accelerator, whose work communicates over process groups."""
-
-    def __init__(self, device: AcceleratorDevice, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._device = device
-        self._groups = groups
-        self._graph = device.new_graph()
-        self._stream = device.new_compute_stream()
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let compute run on the stream where it is captured later.
-
-        It runs after all compute issued so far, and before all compute issued later.
-        """
-        device, before = self._device, self._device.current_stream()
-        self._stream.wait_event(before.record_event())
-        try:
-            with device.on(self._stream):
-                yield
-        finally:
-            before.wait_event(self._stream.record_event())
-
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Capture compute instead of running it."""
-        current_watchdog().has_captured = True
-        cause: BaseException | None = None
-        try:
-            with self._device.capturing(self._graph, self._stream):
-                try:
-                    yield
-                except BaseException as error:
-                    cause = error
-                    raise
-        except BaseException:
-            if cause is not None:
-                raise cause from cause.__cause__  # Hide the error at the end of a broken capture.
-            raise
-
-    def replay(self, of: str) -> None:
-        """Run the captured work, in the order of the current stream; the host goes on.
-
-        Args:
-            of: Name of the step, by which ranks compare what they are about to do.
-        """
-        issued = [channel_of(group).issue("replay", of, 0) for group in self._groups]
-        self._graph.replay()
-        event = self._device.current_stream().record_event()
-        for each in issued:
-            each.started(self._device, event)
 
 
 # --- the backend ----------------------------------------------------------------------------------

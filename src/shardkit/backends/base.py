@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._settings import AllGather, ReduceScatter
-    from shardkit.backends.accelerator import StreamGraph
     from shardkit.backends.device import Event, Stream
+    from shardkit.backends.graphs import StreamGraph
 
 
 class InGraph:
