@@ -7,14 +7,26 @@ from typing import Protocol
 import torch
 
 from checkpoint_case import CheckpointCase
-from contenders import FLAT, FSDP2, FSDP2_MUON, LOCAL, MATRIX, PLAIN, SHARDKIT, Workload
+from contenders import (
+    EXPERTS,
+    FLAT,
+    FSDP2,
+    FSDP2_EXPERTS,
+    FSDP2_MUON,
+    LOCAL,
+    MATRIX,
+    ONE_GROUP,
+    PLAIN,
+    SHARDKIT,
+    Workload,
+)
 from experts import ExpertsShape
-from experts_case import ExpertsCase
 from llama import LlamaShape
-from models import GPTShape
+from models import GPTShape, ManyShape
 from one_card_cases import FakeCase, OneRankCase
 from optimizer_case import OptimizerCase
 from overhead_case import OverheadCase
+from pair_case import PairCase
 from report import Report
 from rounds import Settings
 from training_case import TrainingCase
@@ -39,6 +51,7 @@ _XLA = GPTShape(dim=128, num_layers=6, num_heads=4, batch=2, sequence=64)
 _EXPERTS = ExpertsShape(
     dim=256, hidden=512, num_experts=8, num_layers=6, num_heads=4, batch=2, sequence=64, ep=2
 )
+_MANY = ManyShape(num_layers=580, most=1000, batch=2, sequence=32)
 _TINY = GPTShape(dim=16, num_layers=48, num_heads=1, batch=1, sequence=4)
 
 # Layers of Llama 2 7B, few enough for three trainings side by side in 80 GB.
@@ -97,10 +110,22 @@ CASES: Mapping[str, Case] = {
     "gpt-d512-4": TrainingCase(
         "gpt-d512-4: gpt-d512 on 4 ranks", Workload(_D512), step_limit=0.68, num_ranks=4
     ),
-    "moe": ExpertsCase(
+    "moe": PairCase(
         "moe: 8 experts in each of 6 layers of 256, split over 2 of 4 ranks, 2 x 64 tokens, fp32",
         Workload(_EXPERTS),
+        EXPERTS,
+        FSDP2_EXPERTS,
         step_limit=0.75,
+        num_ranks=4,
+    ),
+    "many": PairCase(
+        "many: 580 layers of one parameter of 1 to 1,000 floats, a group each, fp32",
+        Workload(_MANY),
+        SHARDKIT,
+        ONE_GROUP,
+        step_limit=1.15,
+        num_ranks=2,
+        others=(PLAIN,),
     ),
     "overhead": OverheadCase(
         "overhead: host time per group, 48 layers of 16, one CPU rank", Workload(_TINY)

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from experts import ExpertsShape, MixtureOfExperts
 from llama import Llama, LlamaShape
-from models import GPT, GPTShape, add_adapters
+from models import GPT, GPTShape, Many, ManyShape, add_adapters
 
 SHARDKIT = "shardkit"
 FSDP2 = "torch FSDP2"
@@ -49,6 +49,7 @@ MATRIX = "shardkit, Muon"
 FSDP2_MUON = "torch FSDP2, Muon"
 EXPERTS = "shardkit, one call"
 FSDP2_EXPERTS = "torch FSDP2, two groups"
+ONE_GROUP = "one group"
 FLAT = "plain fused"
 """The floor, whose 1/N of the optimizer state is updated by the fused kernel."""
 BESIDE = "shardkit beside"
@@ -57,7 +58,7 @@ BESIDE_SOURCE = "SHARDKIT_BENCH_BESIDE"
 
 CONTENDERS = (SHARDKIT, FSDP2, DDP, FLOOR)
 
-Model = GPT | Llama | MixtureOfExperts
+Model = GPT | Llama | MixtureOfExperts | Many
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Workload:
         recompute: Whether backward runs each block's forward again.
     """
 
-    shape: GPTShape | LlamaShape | ExpertsShape
+    shape: GPTShape | LlamaShape | ExpertsShape | ManyShape
     param_dtype: torch.dtype | None = None
     stored_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
@@ -134,7 +135,7 @@ def missing(name: str) -> str | None:
     """Say why a contender cannot run here, or return None if it can."""
     if name == BESIDE:
         return None if BESIDE_SOURCE in os.environ else "option --beside names its source"
-    if name not in (SHARDKIT, LOCAL, MATRIX, EXPERTS):
+    if name not in (SHARDKIT, LOCAL, MATRIX, EXPERTS, ONE_GROUP):
         return None
     try:
         importlib.import_module("shardkit")
@@ -215,6 +216,12 @@ def _shardkit(
     reshard = workload.reshard_after_forward
     shard = partial(shardkit.fully_shard, reshard_after_forward=reshard)
     return _shard_by_block(model, partial(shard, mesh=mesh, mp_policy=policy))
+
+
+def _one_group(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    del workload, device
+    shardkit_of(SHARDKIT).fully_shard(model)
+    return Trainer(model, _adamw(model.parameters()))
 
 
 def _local(model: Model, workload: Workload, device: torch.device) -> Trainer:
@@ -361,6 +368,7 @@ _BUILDERS: dict[str, Callable[[Model, Workload, torch.device], Trainer]] = {
     FSDP2_MUON: _fsdp2_muon,
     EXPERTS: _experts_shardkit,
     FSDP2_EXPERTS: _experts_fsdp2,
+    ONE_GROUP: _one_group,
     FLAT: partial(_floor, fused=True),
     PLAIN: _plain,
 }

@@ -1,4 +1,4 @@
-"""The model that most benchmarks train: a plain GPT whose sizes are the only settings."""
+"""Models of benchmarks, whose sizes are the only settings: a GPT, which most train, and layers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,62 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@dataclass(frozen=True)
+class ManyShape:
+    """Sizes of a model of many small layers and of the batch that one rank feeds it.
+
+    Attributes:
+        num_layers: Number of layers, each with one parameter.
+        most: Largest number of a parameter's elements; the smallest is 1.
+        batch: Sequences per rank and step.
+        sequence: Tokens per sequence.
+        vocab: Number of different tokens.
+    """
+
+    num_layers: int
+    most: int
+    batch: int
+    sequence: int
+    vocab: int = 256
+
+    def build(self) -> "Many":
+        """Make the model on the current default device."""
+        return Many(self)
+
+
+class Shift(nn.Module):
+    """A layer that adds the mean of its only parameter."""
+
+    def __init__(self, numel: int) -> None:
+        """Make the parameter, 1-D."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a tensor to the same shape."""
+        return x + self.weight.mean()
+
+
+class Many(nn.Module):
+    """Small layers one after the other, which return a loss."""
+
+    def __init__(self, shape: ManyShape) -> None:
+        """Make the layers, of sizes that are drawn from a fixed seed."""
+        super().__init__()
+        seeded = torch.Generator().manual_seed(0)
+        sizes = torch.randint(
+            1, shape.most + 1, (shape.num_layers,), generator=seeded, device="cpu"
+        )
+        self.blocks = nn.ModuleList(Shift(numel) for numel in sizes.tolist())
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean squared distance to the targets."""
+        x = inputs.float()
+        for block in self.blocks:
+            x = block(x)
+        return (x - targets).square().mean()
 
 
 class Adapted(nn.Module):
