@@ -550,6 +550,9 @@ class UnshardSchedule:
         self.states = _States()
         self._live: dict[int, GroupState] = {}
         self._ahead: set[int] = set()  # Live groups that are prefetched and not used so far.
+        # Groups that this rank freed in this backward before other ranks may do so. Decisions count
+        # them as live.
+        self._early: set[int] = set()
         # Live groups that are freed when nothing claims them; the others rest or are kept by
         # choice. `_kept` is the choice by which these were selected.
         self._passing: dict[int, GroupState] = {}
@@ -747,6 +750,21 @@ class UnshardSchedule:
             return []
         return self._leave_backward(state, in_pass, is_last=is_last) + self._prefetch(before)
 
+    def leave_early(self, group: int, in_pass: int | None = None) -> list[Action]:
+        """Leave a group's backward, whose end is not reported: on this rank all gradients came.
+
+        Other ranks may leave it only at the end of backward. So the memory is freed, but nothing is
+        gathered, and what is gathered later does not depend on it.
+        """
+        state = self.states[group]
+        state.leave_backward()
+        if self._is_idle:
+            return []
+        actions = self._leave_backward(state, in_pass, is_last=True)
+        if actions:
+            self._early.add(group)
+        return actions
+
     def _leave_backward(
         self, state: GroupState, in_pass: int | None, *, is_last: bool
     ) -> list[Action]:
@@ -770,6 +788,7 @@ class UnshardSchedule:
         With `is_retained` another run may go through the same graph.
         """
         self._pending.end_backward()
+        self._early.clear()
         for state in self.states.values():
             state.end_backward()
             if state.has_unreported_exit:
@@ -816,6 +835,7 @@ class UnshardSchedule:
         """Drop all state after an exception, and free all memory."""
         actions = self._free_all(list(self._live.values()))
         self.states.clear()
+        self._early.clear()
         self._pending.clear()
         self._order.clear()
         self._hold = False
@@ -851,7 +871,7 @@ class UnshardSchedule:
         nbytes = 0
         for group in following:  # Look no farther than needed: this runs for each group.
             first = group if first is None else first
-            if not may_batch or group in self._live:
+            if not may_batch or group in self._live or group in self._early:
                 break
             if group in batch:
                 continue
@@ -863,7 +883,7 @@ class UnshardSchedule:
                 break
         if batch:
             return self._trim_spare(room=1) + self._prefetch_all(batch)
-        if first is None or first in self._live:
+        if first is None or first in self._live or first in self._early:
             return []
         actions = self._trim_spare(room=1)
         return actions + self._prefetch_all(() if self._spare() else (first,))
@@ -872,7 +892,7 @@ class UnshardSchedule:
         """Gather these groups, whatever their size."""
         actions = []
         for group in groups:
-            if group not in self._live:
+            if group not in self._live and group not in self._early:
                 actions += self._gather(self.states[group], ahead=True)
         return actions
 

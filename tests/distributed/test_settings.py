@@ -31,6 +31,7 @@ from shardkit import (
     fully_shard,
 )
 from shardkit._compat import torch_fsdp2
+from shardkit.optim import LocalOptimizer, MatrixOptimizer
 from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
@@ -224,6 +225,37 @@ def test_symmetric_memory_is_set_up_where_it_is_used() -> None:
         with pytest.raises(StateError, match="communicates by functions of yours"):
             model.set_symm_mem_for_comm()
     assert_within([differences], **TRAINED)
+
+
+class Partly(nn.Module):
+    """A small parameter, all of which the first rank has, before a large one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.ones(2, 2))
+        self.large = nn.Parameter(torch.ones(20, 20), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.small).sum() * self.large.mean()
+
+
+@pytest.mark.parametrize("wrapper", [LocalOptimizer, MatrixOptimizer])
+@on_ranks(2)
+def test_what_is_kept_after_backward_is_gathered_again_on_all_ranks(
+    wrapper: type[LocalOptimizer | MatrixOptimizer],
+) -> None:
+    """Also on a rank that has nothing of the parameters that the optimizer stepped."""
+    model: typing.Any = fully_shard(Partly(), make_mesh((2,)))
+    model.set_reshard_after_backward(False)
+    optimizer = wrapper(model.parameters(), torch.optim.SGD, lr=0.25)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 2))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == [4.0, 3.0, 2.0]
 
 
 def train_with_options(name: str, options: dict[str, typing.Any]) -> Differences:

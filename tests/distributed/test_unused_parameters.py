@@ -84,6 +84,56 @@ def test_different_parameters_before_a_late_all_reduce(spawn: Spawn) -> None:
     assert spawn(experts_with_late_all_reduce, 4) == [expected] * 4
 
 
+class Head(nn.Module):
+    """A layer whose forward may use no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor, *, is_used: bool) -> Tensor:
+        return x * self.weight if is_used else 2 * x
+
+
+class Tasks(nn.Module):
+    """A head for each of two tasks; a forward enters one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head() for _ in range(2))
+
+    def forward(self, head: int, *, is_used: bool) -> Tensor:
+        x = torch.ones(5, requires_grad=True)
+        output: Tensor = self.heads[head](x, is_used=is_used)
+        return output.sum()
+
+
+def a_head_of_an_earlier_micro_batch(
+    mesh_shape: tuple[int, ...], freezes: bool
+) -> list[list[float]]:
+    """Return the gradients of both heads; rank 0 alone used the first one, in a micro-batch."""
+    model, mesh = Tasks(), make_mesh(mesh_shape)
+    for head in model.heads:
+        fully_shard(head, mesh)
+    fully_shard(model, mesh)
+    with model.no_sync():
+        model(0, is_used=dist.get_rank() == 0).backward()
+    model.heads[0].requires_grad_(not freezes)
+    model(1, is_used=True).backward()
+    return [grad.tolist() for grad in full_grads(model).values() if grad is not None]
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_layer_that_the_synced_backward_does_not_enter(
+    spawn: Spawn, mesh_shape: tuple[int, ...], *, freezes: bool
+) -> None:
+    """Ranks without unsynced gradients of it reduce it as well."""
+    num = torch.Size(mesh_shape).numel()
+    found = spawn(a_head_of_an_earlier_micro_batch, num, mesh_shape, freezes)
+    assert found == [[[1 / num] * 5, [1.0] * 5]] * num
+
+
 def unused_with_weight_decay() -> list[bool]:
     """Return whether the parameter that nobody uses is as it was, and the used ones are not."""
     model = fully_shard(Experts())

@@ -87,6 +87,7 @@ class BucketGradients:
         partial: Sums over the shard axis that wait for the all-reduce.
         part_dtype: Dtype of gradients that are sent from where they are, on any rank; None: none
             are.
+        may_have: Whether any rank may have gradients of an unsynced backward, perhaps not this one.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -110,6 +111,7 @@ class BucketGradients:
         takes_small = is_small and backend.takes_parts(plan.axis, is_small=True)
         self._sends_small_parts = may_send_parts and takes_small
         self.part_dtype = plan.param_dtype if may_send_parts else None
+        self.may_have = False
         self._buffer: SendBuffer | TracedSend | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
         self._unused: set[str] = set()
@@ -136,8 +138,8 @@ class BucketGradients:
 
     @property
     def has_collected(self) -> bool:
-        """Whether gradients came that have not been sent."""
-        return bool(self.held) or self.is_written
+        """Whether gradients came, perhaps on other ranks only, that have not been sent."""
+        return self.may_have or bool(self.held) or self.is_written
 
     @property
     def needs_settling(self) -> bool:
@@ -307,6 +309,7 @@ class BucketGradients:
         self.close_receive(pool)
         self._unsettled.clear()
         self.partial = None
+        self.may_have = False
         self.held.clear()
         self.forget_fired()
 
@@ -468,6 +471,15 @@ class GroupGradients:
         for gradients, index, grad in grads:
             gradients.assign_local(index, grad, self._comm.divide_factor)
 
+    def keep_unsynced(self) -> None:
+        """Note that a backward ended that does not sync, on all ranks that share the group.
+
+        Ranks may have used different parameters in it. The next backward that syncs may come
+        without the group, and then all of them must reduce it.
+        """
+        for each in self.buckets:
+            each.may_have |= each.bucket.is_trainable
+
     def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
         """Copy the held gradients into the send buffers, and drop them."""
         for each in self.buckets:
@@ -520,6 +532,8 @@ class GroupGradients:
             self.write_held(streams, pool)
             for each in self._prepared:
                 each.buffer.complete(streams, pool)
+        for each in self._prepared:
+            each.may_have = False
         return [
             self._reduction_of(each, partial(each.buffer.room, streams, pool), of_each)
             for each, of_each in zip(self._prepared, parts, strict=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.passes import Passes
     from shardkit._runtime.traffic import Gathers, Reductions
-    from shardkit._schedule import UnshardSchedule
+    from shardkit._schedule import Action, UnshardSchedule
     from shardkit._tensor.spec import Axis
     from shardkit.backends.base import AxisComm
 
@@ -273,7 +273,8 @@ class Backward:
             return
         in_own_run = record.in_pass is None  # In that of a reentrant checkpoint.
         is_last = not in_own_run and not self._comes_again(group)
-        self._leave(group, record.in_pass, is_last=is_last)
+        actions = self._schedule.exit_backward(group.index, record.in_pass, is_last=is_last)
+        self._leave(group, actions)
         # A parameter without a gradient by now is not used. A run for chosen tensors may bring no
         # gradients at all, as ``autograd.grad`` does: then nothing is reduced.
         if state.is_complete or not group.is_trainable or not self._any_fired:
@@ -303,8 +304,7 @@ class Backward:
         if not torch_autograd.keeps_graph():
             group.forwards.discard(weakref.ref(record))
 
-    def _leave(self, group: ParamGroup, in_pass: int | None, *, is_last: bool) -> None:
-        actions = self._schedule.exit_backward(group.index, in_pass, is_last=is_last)
+    def _leave(self, group: ParamGroup, actions: Sequence[Action]) -> None:
         self._gathers.carry_out(actions)
         if not self._schedule.in_use(group.index):
             group.show(unsharded=False)
@@ -344,7 +344,7 @@ class Backward:
             in_pass = records[-1].in_pass
             self._close_records(group.index)
             state.num_watched = 0
-            self._leave(group, in_pass, is_last=True)
+            self._leave(group, self._schedule.leave_early(group.index, in_pass))
         is_reduced = group.settings.sync and not group.gradients.may_be_local
         if is_reduced and not self._reductions.order.expects(group.index):
             return  # The end reduces it: a rank that does not use all of it would not do so now.

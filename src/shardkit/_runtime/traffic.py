@@ -562,6 +562,8 @@ class Reductions:
             return
         if not group.settings.sync:
             self._write_held(group)
+            if group.settings.reduce_unused:
+                gradients.keep_unsynced()
             return
         if not (group.settings.reduce_unused or group.has_pending):
             return

@@ -14,7 +14,7 @@ from shardkit._errors import OptimizerError
 from shardkit._params.state_dicts import STATE_NUMBERS
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.written_values import writing_only
+from shardkit._tensor.written_values import memory_of, writing_only
 from shardkit.optim._codecs import codec_of, fresh_state, is_number, own_random_numbers
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._refusals import BY_OWNERS, NORM, check_class
@@ -452,9 +452,9 @@ class LocalOptimizer(DelegatingOptimizer):
                 [run.values for run in masters], [run.tensor for run in masters]
             )
         # Kernels of other packages do not raise the version counters that mark gathered values as
-        # stale.
-        params = (r.parts[0].param for r in stepped if not (r.is_stand_in or r.is_plain))
-        shards = [param.local_piece if param.flat is None else param.flat for param in params]
+        # stale. They are raised on all ranks, also where this rank has nothing of the parameters.
+        parts = (p for r in stepped for p in (r.parts if r.is_stand_in else r.parts[:1]))
+        shards = [memory_of(p.param) for p in parts if type(p.param) is ShardedTensor]
         torch.autograd.graph.increment_version([*{id(shard): shard for shard in shards}.values()])
         for run in self._runs:
             if run.has_master:

@@ -12,7 +12,7 @@ from shardkit._compat import torch_autograd
 from shardkit._errors import OptimizerError, RankMismatchError
 from shardkit._params.state_dicts import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.written_values import Mark, writing_only
+from shardkit._tensor.written_values import Mark, memory_of, writing_only
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._owners import Gathering, Scattering, make_owner_groups, matrix_cost
@@ -376,9 +376,14 @@ class Batch:
         params = [group.params[index] for index in self._indices]
         with writing_only(params):
             self._values.finish({index: group.params[index].local_piece for index in self._indices})
-            # If the piece is the whole, nothing has raised its version counter.
-            here = [group.params[i].local_piece for i in self._indices if group.is_whole_here(i)]
-            torch.autograd.graph.increment_version(here)
+            # If the piece is the whole, or empty, nothing has raised the version counter that marks
+            # gathered values as stale, on all ranks alike.
+            unraised = [
+                memory_of(param)
+                for index, param in zip(self._indices, params, strict=True)
+                if group.is_whole_here(index) or not param.local_piece.numel()
+            ]
+            torch.autograd.graph.increment_version(unraised)
         del self._values
         for index, param in zip(self._indices, params, strict=True):
             self._owned.marks[index] = Mark(param)

@@ -48,6 +48,32 @@ def test_when_backward_gathers_ahead(when: BackwardPrefetch, entered: str, left:
     assert line("out", schedule.exit_backward(3)) == f"out: {left}"
 
 
+@pytest.mark.parametrize("when", BackwardPrefetch)
+def test_what_one_rank_frees_early_changes_nothing_that_is_gathered(
+    when: BackwardPrefetch,
+) -> None:
+    """Other ranks, where fewer gradients came, free it at the end of backward."""
+
+    def gathered(*, is_early: bool) -> list[str]:
+        schedule = trained()
+        forward(schedule, [1, 2, 3, 1])
+        schedule.options.prefetch_in_backward = when
+        schedule.options.next_in_backward = {2: [1, 3]}
+        schedule.enter_backward(0)
+        schedule.enter_backward(1)
+        if is_early:
+            assert line("1", schedule.leave_early(1)) == "1: free 1"
+        lines = []
+        for group in (3, 2):
+            lines.append(line("in", schedule.enter_backward(group)))
+            lines.append(line("out", schedule.exit_backward(group, is_last=True)))
+        lines.append(line("end", schedule.end_backward()))
+        assert schedule.live == ()
+        return [part.replace(", free 1", "").replace("free 1, ", "") for part in lines]
+
+    assert gathered(is_early=True) == gathered(is_early=False)
+
+
 def test_a_resting_group_stays_after_backward_and_goes_after_forward() -> None:
     schedule = trained()
     schedule.options.no_reshard_after_backward = {1}
