@@ -308,7 +308,7 @@ def test_views_in_inference_mode_are_those_of_other_modes() -> None:
 
 @on_ranks(2)
 def test_conversions_in_inference_mode_are_those_of_other_modes() -> None:
-    """Autograd splits ``to`` and ``reshape`` into other operators. In this mode nobody else does."""
+    """Autograd, which splits ``to`` and ``reshape`` into other operators, is not there then."""
     plain, sharded = whole_and_sharded((2,))
     other = torch.zeros(1, dtype=torch.float64)
     conversions: tuple[Callable[[typing.Any], typing.Any], ...] = (
