@@ -15,6 +15,7 @@ from checkpoints import make_sharded, train_on_shares
 from models import CASES
 from reference import full, make_mesh
 from shardkit import CheckpointError, checkpoint, fully_shard
+from shardkit.optim import LocalOptimizer
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -164,9 +165,14 @@ class Several(torch.optim.SGD):
                         each.add_(param.grad, alpha=number + 1.0)
 
 
-def state_with_keys(folder: str) -> typing.Any:
+def state_with_keys(folder: str, is_local: bool) -> typing.Any:
     model, _ = make_sharded(CASES["gpt"], (2,))
-    trained, fresh = (Several(model.parameters()) for _ in range(2))
+
+    def make() -> torch.optim.Optimizer:
+        params = model.parameters()
+        return LocalOptimizer(params, Several) if is_local else Several(params)
+
+    trained, fresh = make(), make()
     train_on_shares(CASES["gpt"], model, trained, range(1))
     checkpoint.save(f"{folder}/x", model, trained)
     checkpoint.load(f"{folder}/x", model, fresh)
@@ -189,8 +195,11 @@ def state_with_keys(folder: str) -> typing.Any:
     return None
 
 
-def test_keys_that_are_no_strings_come_back(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    keys, _ = spawn(state_with_keys, 2, str(tmp_path))
+@pytest.mark.parametrize("is_local", [False, True], ids=["itself", "on pieces"])
+def test_keys_that_are_no_strings_come_back(
+    spawn: Spawn, tmp_path: pathlib.Path, is_local: bool
+) -> None:
+    keys, _ = spawn(state_with_keys, 2, str(tmp_path), is_local)
     assert repr(keys) == "[-2, 0.0, 0.9, 1]"
 
 
@@ -207,6 +216,100 @@ def test_tuples_as_keys_of_sharded_state_are_refused(spawn: Spawn, tmp_path: pat
     for message in spawn(save_by_tuples, 2, str(tmp_path / "x")):
         assert "momenta' of the optimizer holds sharded tensors by a key" in message
         assert "((0, 1), a tuple)" in message
+
+
+class Moments(torch.optim.SGD):
+    """Keeps tuples of tensors, and dicts that are empty at first."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group.setdefault("seen", {})
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["moments"] = (torch.zeros_like(param), torch.zeros_like(param))
+                    state["later"] = {"empty": {}, "tuple": (1, ())}
+                for number, moment in enumerate(state["moments"]):
+                    moment.add_(param.grad, alpha=number + 1.0)
+
+
+@on_ranks(2)
+def test_tuples_of_tensors_and_empty_dicts_come_back(tmp_path: pathlib.Path) -> None:
+    """Tuples of sharded tensors come back as lists."""
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    trained, fresh = Moments(model.parameters()), Moments(model.parameters())
+    train_on_shares(CASES["gpt"], model, trained, range(1))
+    checkpoint.save(tmp_path / "x", model, trained)
+    checkpoint.load(tmp_path / "x", model, fresh)
+    assert fresh.param_groups[0]["seen"] == {}
+    for param in model.parameters():
+        kept, saved = fresh.state[param], trained.state[param]
+        assert kept["later"] == saved["later"]
+        pairs = zip(kept["moments"], saved["moments"], strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    checkpoint.save(tmp_path / "none", model, [])
+    checkpoint.load(tmp_path / "none", model, [])
+
+
+class Graph(nn.Module):
+    """A layer over the edges of a graph, which are a sparse buffer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("edges", torch.eye(size, 4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@on_ranks(2)
+def test_sparse_buffers_come_back(tmp_path: pathlib.Path) -> None:
+    mesh = make_mesh((2,))
+    saved, loaded = (fully_shard(Graph(4), mesh=mesh) for _ in range(2))
+    saved.edges.mul_(3)
+    checkpoint.save(tmp_path / "x", saved, copy=saved)
+    checkpoint.load(tmp_path / "x", loaded)
+    assert torch.equal(loaded.edges.to_dense(), saved.edges.to_dense())
+    loaded.edges.mul_(0)
+    checkpoint.load(tmp_path / "x", copy=loaded)
+    assert torch.equal(loaded.edges.to_dense(), saved.edges.to_dense())
+    loaded.edges.mul_(0)
+    checkpoint.load_local_state_dict(loaded, checkpoint.local_state_dict(saved))
+    assert torch.equal(loaded.edges.to_dense(), saved.edges.to_dense())
+    with pytest.raises(CheckpointError, match="'edges' is sparse"):
+        checkpoint.save_full(tmp_path / "x.pt", saved)
+    with pytest.raises(CheckpointError, match="is sparse"):
+        checkpoint.consolidate(tmp_path / "x", tmp_path / f"{dist.get_rank()}.pt")
+
+
+@on_ranks(2)
+def test_another_default_device_changes_nothing(tmp_path: pathlib.Path) -> None:
+    """Files are read into memory of the host, and written from there."""
+    model, optimizer = make_sharded(CASES["gpt"], (2,))
+    train_on_shares(CASES["gpt"], model, optimizer, range(1))
+    with torch.device("meta"):
+        checkpoint.save(tmp_path / "x", model, optimizer)
+        checkpoint.save_full(tmp_path / "x.pt", model)
+    dist.barrier()
+    other, other_optimizer = make_sharded(CASES["gpt"], (2,), seed=1)
+    expected = {name: full(param.detach()) for name, param in model.named_parameters()}
+    loads: tuple[typing.Callable[[], object], ...] = (
+        lambda: checkpoint.load(tmp_path / "x", other, other_optimizer),
+        lambda: checkpoint.load_full(tmp_path / "x.pt", other),
+        lambda: checkpoint.load_full(tmp_path / "x.pt", other, broadcast_from_rank0=True),
+    )
+    for load in loads:
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        with torch.device("meta"):
+            load()
+        for name, param in other.named_parameters():
+            assert torch.equal(full(param.detach()), expected[name])
+    with torch.device("meta"):
+        checkpoint.consolidate(tmp_path / "x", tmp_path / f"{dist.get_rank()}.pt")
 
 
 @on_ranks(2)

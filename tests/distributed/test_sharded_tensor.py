@@ -307,6 +307,24 @@ def test_views_in_inference_mode_are_those_of_other_modes() -> None:
 
 
 @on_ranks(2)
+def test_conversions_in_inference_mode_are_those_of_other_modes() -> None:
+    """Autograd, which splits ``to`` and ``reshape`` into other operators, is not there then."""
+    plain, sharded = whole_and_sharded((2,))
+    other = torch.zeros(1, dtype=torch.float64)
+    conversions: tuple[Callable[[typing.Any], typing.Any], ...] = (
+        *(lambda t: t.double(), lambda t: t.half(), lambda t: t.cpu(), lambda t: t.to(other)),
+        *(lambda t: t.t().reshape(-1), lambda t: t[1].double(), lambda t: t.t().half()),
+    )
+    for number, convert in enumerate(conversions):
+        expected = convert(plain.matrix)
+        with torch.inference_mode():
+            converted = convert(sharded.matrix)
+            found = converted.full_tensor() if isinstance(converted, ShardedTensor) else converted
+        assert found.dtype == expected.dtype, number
+        assert torch.equal(found, expected), number
+
+
+@on_ranks(2)
 def test_copies_have_gradients_where_torch_copies_them() -> None:
     """Of tensors, and not of parameters."""
     plain, sharded = whole_and_sharded((2,))

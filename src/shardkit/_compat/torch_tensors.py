@@ -216,6 +216,14 @@ def is_mutable_op(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
+def is_composite_op(func: Any) -> bool:
+    """Whether torch defines an operator by other ones only, such as ``to`` and ``reshape``.
+
+    Autograd carries out the others; a dispatch sees such an operator in inference mode only.
+    """
+    return bool(func._can_decompose())
+
+
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, ...], tuple[str, ...]]:
     """Return the arguments that an operator changes, and those that it only fills.

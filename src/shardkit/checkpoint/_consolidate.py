@@ -177,7 +177,8 @@ def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
     """
     largest = max((checkpoint.infos[key].nbytes for key in keys), default=0)
     is_whole = isinstance(checkpoint, DistributedCheckpoint)
-    memory = torch.empty(largest if is_whole else min(largest, PART_NBYTES), dtype=torch.uint8)
+    nbytes = largest if is_whole else min(largest, PART_NBYTES)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     for key in keys:
         info = checkpoint.infos[key]
         numel, room_numel = info.numel, memory.numel() // info.dtype.itemsize

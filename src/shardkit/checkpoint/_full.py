@@ -92,9 +92,15 @@ def save_full(
     mesh = mesh_of(state, path)
     tied = {name: entry.names[0] for entry in by_identity(state) for name in entry.names[1:]}
     tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
-    for value in tensors.values():
+    for name, value in tensors.items():
         if isinstance(value, ShardedTensor):
             value.spec.check_saved()
+        elif value.layout is not torch.strided:
+            msg = (
+                f"{name!r} is sparse ({value.layout}), and a file of whole tensors holds dense "
+                f"ones. Keep it dense, or save a checkpoint by shardkit.checkpoint.save."
+            )
+            raise CheckpointError(msg)
     others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
     infos = {name: converted(TensorInfo.of(v), dtype) for name, v in tensors.items()}
     first = FirstRank(axes_of(mesh), f"could not write {path}")
@@ -142,7 +148,7 @@ def _parts(
     """
     if not isinstance(tensor, ShardedTensor) or tensor.spec.tensor_parallel is not None:
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        yield whole.reshape(-1).to(dtype)
+        yield whole.resolve_conj().resolve_neg().reshape(-1).to(dtype)
         return
     spec = tensor.spec
     size = spec.axis.size
@@ -300,5 +306,5 @@ def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
 def _first_elements(source: Source, name: str) -> list[Tensor]:
     """Return the values of a loaded tensor that ranks compare."""
     if isinstance(source, FromFirstRank):
-        return [torch.zeros(1)]  # All ranks have received the same values.
+        return [torch.zeros(1, device="cpu")]  # All ranks have received the same values.
     return [source.read(name, 0, min(source.infos[name].numel, _NUM_COMPARED))]

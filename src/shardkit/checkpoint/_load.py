@@ -14,7 +14,7 @@ from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import agreed, of_all, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import is_plain
+from shardkit.checkpoint._dcp.item_file import is_plain, is_sparse
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_checkpoint
@@ -283,7 +283,7 @@ _NOT_STRICT = StateDictOptions(strict=False)  # Missing entries have been noted 
 
 def room(info: TensorInfo | None) -> Tensor | None:
     """Return memory on the host for a whole tensor."""
-    return None if info is None else torch.empty(info.shape, dtype=info.dtype)
+    return None if info is None else torch.empty(info.shape, dtype=info.dtype, device=_HOST)
 
 
 class ModelPart:
@@ -306,6 +306,8 @@ class ModelPart:
                 continue
             if entry not in infos:
                 misfits.missing.append(f"model: {name!r}: expected {described(value)}")
+            elif is_sparse(value) and infos[entry] is None:
+                self.targets[entry] = None
             elif misfits.compare(f"model: {name!r}", value, infos[entry]):
                 target = _with_memory(value, device)
                 # Copies that hooks made of the model's tensors must go back through

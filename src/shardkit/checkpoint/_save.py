@@ -29,7 +29,7 @@ from shardkit.backends.groups import OfWorld, new_group
 from shardkit.backends.watch.watchdog import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import is_plain
+from shardkit.checkpoint._dcp.item_file import is_plain, is_sparse
 from shardkit.checkpoint._dcp.writer import CheckpointWriter, SavePlanner, Whole
 from shardkit.checkpoint._files.disk import saved_key
 from shardkit.checkpoint._state.model_and_optimizer import (
@@ -158,7 +158,7 @@ def _in_entries(name: str, value: Any) -> Any:
         CheckpointError: DCP would turn the keys that lead to sharded tensors into strings.
     """
     if not _is_distributed_state(value):
-        is_entry = isinstance(value, Tensor) or (isinstance(value, dict) and _is_kept(value))
+        is_entry = isinstance(value, (Tensor, dict)) and _is_kept(value)
         return value if is_entry else Whole(name, value)
     if isinstance(value, (list, tuple)):
         return [_in_entries(f"{name}.{i}", entry) for i, entry in enumerate(value)]
@@ -175,16 +175,25 @@ def _in_entries(name: str, value: Any) -> Any:
     return {key: _in_entries(f"{name}.{key}", entry) for key, entry in value.items()}
 
 
-def _with_keys(name: str, value: Any) -> Any:
-    """Return a part of an optimizer's state; a dict whose keys no path can have is one entry.
+_DEPTH_OF_VALUES = 2  # Below ``state.<parameter>`` and ``param_groups.<number>``.
+
+
+def _with_keys(name: str, value: Any, depth: int = 0) -> Any:
+    """Return a part of an optimizer's state in the form that DCP takes.
+
+    A dict whose keys no path can have is one entry. So is an empty dict that is a value, since DCP
+    would drop it. A tuple that holds sharded tensors becomes a list, because DCP takes only lists
+    apart.
 
     Raises:
-        CheckpointError: Such a dict holds sharded tensors.
+        CheckpointError: A dict whose keys no path can have holds sharded tensors.
     """
-    if isinstance(value, list):
-        return [_with_keys(f"{name}.{i}", entry) for i, entry in enumerate(value)]
+    if isinstance(value, list) or (type(value) is tuple and _is_distributed_state(value)):
+        return [_with_keys(f"{name}.{i}", entry, depth + 1) for i, entry in enumerate(value)]
     if not isinstance(value, dict):
         return value
+    if not value and depth >= _DEPTH_OF_VALUES:
+        return Whole(name, value)
     for key in value:
         try:
             saved_key(key)
@@ -196,7 +205,7 @@ def _with_keys(name: str, value: Any) -> Any:
                 f"({key!r}, a {type(key).__name__}). Make the keys strings or numbers."
             )
             raise CheckpointError(msg) from error
-    return {key: _with_keys(f"{name}.{key}", entry) for key, entry in value.items()}
+    return {key: _with_keys(f"{name}.{key}", entry, depth + 1) for key, entry in value.items()}
 
 
 def _is_kept(value: Any) -> bool:
@@ -206,7 +215,7 @@ def _is_kept(value: Any) -> bool:
         return keys_stay and all(map(_is_kept, value.values()))
     if isinstance(value, (list, tuple)):
         return not any(isinstance(entry, (dict, list, tuple, Tensor)) for entry in value)
-    return True
+    return not is_sparse(value)  # DCP cuts tensors into chunks, which sparse ones have not.
 
 
 def _is_distributed_state(value: Any) -> bool:
@@ -283,9 +292,9 @@ class Staging:
 
 def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
     if pinned and torch.accelerator.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # The first copy then takes fewer page faults.

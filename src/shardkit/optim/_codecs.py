@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardkit._compat import torch_autograd
 from shardkit._errors import OptimizerError
+from shardkit._params.state_dicts import leaves_of, map_leaves
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -99,14 +100,16 @@ class Codec:
     def show(self, entries: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """Return the state of `like` in shown form: tensors of its shape, and numbers."""
         self.check(entries, like)
-        return {
-            name: self._decoded(value) if _is_elementwise(value) else value
-            for name, value in entries.items()
-        }
+
+        def decoded(leaf: Any) -> Any:
+            return self._decoded(leaf) if _is_elementwise(leaf) else leaf
+
+        return {name: map_leaves(value, decoded) for name, value in entries.items()}
 
     def check(self, entries: Mapping[str, Any], like: Tensor) -> None:
         """Raise if the state has an entry of another shape than the tensor's."""
-        for name, value in entries.items():
+        leaves = ((name, leaf) for name, value in entries.items() for leaf in leaves_of(value))
+        for name, value in leaves:
             if _is_elementwise(value) and value.shape != like.shape:
                 msg = (
                     f"{self._name} keeps {name!r} of shape {tuple(value.shape)} for {like.numel()} "

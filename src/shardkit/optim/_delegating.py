@@ -121,7 +121,9 @@ class DelegatingOptimizer(Optimizer, ABC):
 
     def _probe(self) -> Optimizer:
         """Return an optimizer of the class, of a small tensor on the host, to inspect it."""
-        return self.optimizer_class([torch.nn.Parameter(torch.zeros(1))], **self._options)
+        return self.optimizer_class(
+            [torch.nn.Parameter(torch.zeros(1, device="cpu"))], **self._options
+        )
 
     @abstractmethod
     def _identity_of(self, param: Any) -> tuple[Any, ...]:

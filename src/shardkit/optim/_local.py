@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import OptimizerError
-from shardkit._params.state_dicts import STATE_NUMBERS
+from shardkit._params.state_dicts import STATE_NUMBERS, leaves_of, map_leaves
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import memory_of, writing_only
@@ -247,10 +247,14 @@ def _check(param: Any) -> None:
 
 def _history(entries: Mapping[str, Any]) -> Hashable:
     """Return what parameters of one run share: the names in their state, and the numbers."""
-    return tuple((name, _number(entries[name])) for name in sorted(entries))
+    return tuple((name, _number(entries[name])) for name in sorted(entries, key=repr))
 
 
 def _number(value: Any) -> Hashable:
+    if isinstance(value, dict):
+        return tuple((repr(key), _number(entry)) for key, entry in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_number, value))
     if not is_number(value):
         return None
     value = value.item() if isinstance(value, Tensor) else value
@@ -489,7 +493,7 @@ class LocalOptimizer(DelegatingOptimizer):
             for part in run.parts:
                 views = {name: _view(value, run, part) for name, value in shown.items()}
                 found.setdefault(part.param, []).append(views)
-                for value in filter(is_number, views.values()):
+                for value in filter(is_number, leaves_of(views)):
                     self._note_copy(value)
             for name, value in shown.items():
                 if value is not entries.get(name, value):
@@ -534,16 +538,22 @@ class LocalOptimizer(DelegatingOptimizer):
         self, run: SteppedRun, saved: list[Any], settings: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the state of a stepped tensor; `saved` is that of its parts, of one history."""
-        shown: dict[str, Any] = {}
-        for name, value in saved[0].items():
-            if name == MASTER:
-                continue
-            if is_number(value):
-                shown[name] = self._number(name, value, run, settings)
-            elif run.is_stand_in:
-                shown[name] = torch.zeros(1, dtype=value.dtype, device=run.tensor.device)
-            else:
-                shown[name] = run.join([entries[name] for entries in saved], None)
+
+        def joined(name: str, values: list[Any]) -> Any:
+            first = values[0]
+            if isinstance(first, dict):
+                return {key: joined(name, [each[key] for each in values]) for key in first}
+            if isinstance(first, list) or type(first) is tuple:
+                places = [joined(name, list(each)) for each in zip(*values, strict=True)]
+                return places if isinstance(first, list) else tuple(places)
+            if is_number(first):
+                return self._number(name, first, run, settings)
+            if run.is_stand_in:
+                return torch.zeros(1, dtype=first.dtype, device=run.tensor.device)
+            return run.join(values, None)
+
+        names = [name for name in saved[0] if name != MASTER]
+        shown = {name: joined(name, [entries[name] for entries in saved]) for name in names}
         if not shown:
             return {}  # Only a master, as with SGD without momentum.
         fresh = None
@@ -581,6 +591,8 @@ def _is_parted(run: SteppedRun) -> bool:
 
 def _view(value: Any, run: SteppedRun, part: RunPart) -> Any:
     """Return a part of a run's shown state, cut like its parameter; numbers are copies."""
+    if isinstance(value, (dict, list, tuple)):
+        return map_leaves(value, lambda leaf: leaf if leaf is value else _view(leaf, run, part))
     if is_number(value):  # All parts have it; writes to one must not reach others.
         return value.clone() if isinstance(value, Tensor) else value
     if run.is_plain:

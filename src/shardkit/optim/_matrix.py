@@ -140,7 +140,7 @@ class OwnedParams:
 
     def is_anywhere(self, here: bool) -> bool:  # noqa: FBT001 - the only argument
         """Whether `here` is true on any rank. Collective: an all-reduce of one byte."""
-        flag = torch.tensor([here], dtype=torch.uint8)
+        flag = torch.tensor([here], dtype=torch.uint8, device="cpu")
         self.group.axis.all_reduce_flags(flag)
         return bool(flag.item())
 
@@ -156,7 +156,8 @@ class OwnedParams:
         params, number = self.group.params, len(self.group.params)
         has_grad = [param.grad is not None for param in params]
         stale = [self._is_stale(index) for index in range(number)]
-        flags = torch.tensor([*has_grad, *(not has for has in has_grad), *stale]).to(torch.uint8)
+        marks = [*has_grad, *(not has for has in has_grad), *stale]
+        flags = torch.tensor(marks, dtype=torch.uint8, device="cpu")
         self.group.axis.all_reduce_flags(flags)
         somewhere, missing, is_stale = flags.view(3, number).tolist()
         mixed = [i for i in range(number) if somewhere[i] and missing[i]]
@@ -542,7 +543,9 @@ class MatrixOptimizer(DelegatingOptimizer):
 
     def _probe(self) -> Optimizer:
         check_class(self.optimizer_class, on_wholes=True)
-        return self.optimizer_class([nn.Parameter(torch.zeros(1, 1))], **self._options)
+        return self.optimizer_class(
+            [nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._options
+        )
 
     def _identity_of(self, param: Any) -> tuple[Any, ...]:
         return param, getattr(param, "spec", None), param.dtype

@@ -143,6 +143,34 @@ def test_a_parameter_s_state_may_be_any_mapping() -> None:
     assert flatten(state) == {"state.w.a": 1, "state.w.n.c": 2, "state.w.kept": kept}
 
 
+def test_several_optimizers_with_one_parameter_are_refused() -> None:
+    model = Recorded(rank=1).model
+    adam = torch.optim.AdamW(model.parameters())
+    sgd = torch.optim.SGD(list(model.parameters())[1:], momentum=0.9)
+    name = list(get_model_state_dict(model))[1]
+    expected = f"'{name}' is a parameter of optimizers 0 and 1 of the list"
+    with pytest.raises(CheckpointError, match=expected):
+        get_optimizer_state_dict(model, [adam, sgd])
+    state = get_optimizer_state_dict(model, adam)
+    with pytest.raises(CheckpointError, match=expected):
+        set_optimizer_state_dict(model, [adam, sgd], state)
+
+
+def test_each_optimizer_gets_its_own_options_of_groups_without_parameters() -> None:
+    model = Recorded(rank=1).model
+    params = list(model.parameters())
+
+    def make(first_lr: float, second_lr: float) -> list[torch.optim.Optimizer]:
+        first = [{"params": params[:3]}, {"params": [], "lr": first_lr}]
+        second = [{"params": params[3:]}, {"params": [], "lr": second_lr}]
+        return [torch.optim.AdamW(first), torch.optim.SGD(second)]
+
+    state = get_optimizer_state_dict(model, make(5.0, 7.0))
+    optimizers = make(1.0, 1.0)
+    set_optimizer_state_dict(model, optimizers, state)
+    assert [optimizer.param_groups[1]["lr"] for optimizer in optimizers] == [5.0, 7.0]
+
+
 def test_several_optimizers_share_one_state() -> None:
     model = Recorded(rank=1).model
     params = list(model.parameters())

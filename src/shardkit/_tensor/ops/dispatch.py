@@ -462,6 +462,8 @@ def dispatch_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _run_on_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and type(args[0]) is ShardedView:
         shown, *others = args
+        if func.is_view and torch_tensors.is_composite_op(func):
+            return by_other_operators(func, args, kwargs)
         if func.is_view:
             return structural.view_of(shown.base, func, (shown.geometry, *others), kwargs)
         if structural.writes_elements(func):
@@ -484,6 +486,14 @@ def nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Do nothing."""
 
 
+def by_other_operators(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that is defined by others, each of which is dispatched by itself.
+
+    ``to`` and ``reshape`` return a view or a copy. Only the operators that they call show which.
+    """
+    return func.decompose(*args, **kwargs)
+
+
 def _classify(func: Any) -> Any:
     """Choose the handler of an operator seen for the first time."""
     name = func.name().split("::")[-1].split(".")[0]
@@ -492,7 +502,7 @@ def _classify(func: Any) -> Any:
     if name.startswith("_foreach_"):
         return one_by_one
     if func.is_view:
-        return structural.view
+        return by_other_operators if torch_tensors.is_composite_op(func) else structural.view
     if torch.Tag.nondeterministic_seeded in func.tags:
         # Those that read values run on wholes: the number of draws may depend on the values.
         return structural.random if structural.fills_by_shape(func) else whole

@@ -231,7 +231,8 @@ def _with_groups_of_all_stages(
     for plan in plans:
         paths: dict[str, Any] = plan.planner_data
         of_model = _entries_of_model(plan)
-        numbers = [int(path[2]) for path in paths.values() if path[:2] == _GROUPS]
+        # An empty list of groups is one entry, without a number.
+        numbers = [int(path[2]) for path in paths.values() if path[:2] == _GROUPS and path[2:]]
         if of_model not in firsts:
             firsts[of_model] = num_groups
             num_groups += max(numbers, default=-1) + 1
@@ -240,7 +241,7 @@ def _with_groups_of_all_stages(
         moved = {
             name: (*_GROUPS, int(path[2]) + first, *path[3:])
             for name, path in paths.items()
-            if first and path[:2] == _GROUPS
+            if first and path[:2] == _GROUPS and path[2:]
         }
         new_names = {name: join_keys(path) for name, path in moved.items()}
         items = [

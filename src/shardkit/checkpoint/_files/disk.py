@@ -99,14 +99,14 @@ class Source:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the flattened tensor: 1-D, on the host."""
-        flat = torch.empty(stop - start, dtype=self.infos[name].dtype)
+        flat = torch.empty(stop - start, dtype=self.infos[name].dtype, device="cpu")
         self.read_into(name, start, flat)
         return flat
 
     def whole(self, name: str, device: torch.device | None = None) -> Tensor:
         """Return all of a tensor, on the host or another device."""
         info = self.infos[name]
-        whole = torch.empty(info.shape, dtype=info.dtype, device=device)
+        whole = torch.empty(info.shape, dtype=info.dtype, device=device or "cpu")
         self.copy_into(name, 0, whole.view(-1))
         return whole
 
@@ -132,7 +132,7 @@ class Source:
             torch.autograd.graph.increment_version(out)  # Torch did not see the write.
             return
         if self._room is None:
-            self._room = torch.empty(PART_NBYTES, dtype=torch.uint8)
+            self._room = torch.empty(PART_NBYTES, dtype=torch.uint8, device="cpu")
         room = self._room.view(dtype)
         for first in range(0, out.numel(), room.numel()):
             part = out[first : first + room.numel()]
@@ -214,8 +214,9 @@ def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
 def without_memory(info: TensorInfo) -> Tensor:
     """Return a contiguous tensor whose memory is never touched, so that it takes none."""
     # torch.empty would fill it if deterministic algorithms are on.
-    storage = torch.UntypedStorage(info.nbytes)
-    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, info.strides)
+    storage = torch.UntypedStorage(info.nbytes, device="cpu")
+    empty = torch.empty(0, dtype=info.dtype, device="cpu")
+    return empty.set_(storage, 0, info.shape, info.strides)
 
 
 def bytes_of(flat: Tensor) -> memoryview:

@@ -118,7 +118,7 @@ class TorchFile(_OpenFile):
             first, last = start // row_numel, -(-stop // row_numel)
             shape = (last - first, *info.shape[1:])
             span = 1 + sum((n - 1) * s for n, s in zip(shape, place.strides, strict=True))
-            memory = torch.empty(span, dtype=info.dtype)
+            memory = torch.empty(span, dtype=info.dtype, device="cpu")
             read_at(
                 self._fd, place.offset + first * place.strides[0] * out.itemsize, memory, self.path
             )
@@ -273,7 +273,14 @@ def torch_writer(
     with torch.serialization.skip_data():
         torch.save(tree, path)
     # In pickle's order: each storage when pickle meets it for the first time.
-    found = iter_tensors(tree, depth=0)
+    found = list(iter_tensors(tree, depth=0))
+    sparse = next((tensor for tensor in found if tensor.layout is not torch.strided), None)
+    if sparse is not None:
+        msg = (
+            f"a tensor of shape {tuple(sparse.shape)} is sparse ({sparse.layout}), and a file of "
+            f"whole tensors holds dense ones. Keep it dense in the model."
+        )
+        raise CheckpointError(msg)
     storages = {_storage_address(tensor): tensor.untyped_storage() for tensor in found}
     with path.open("rb") as file:
         entries = dict(zip(storages, storage_entries(file), strict=True))

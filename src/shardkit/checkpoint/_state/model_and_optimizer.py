@@ -127,7 +127,7 @@ def room_for(
 ) -> torch.Tensor:
     """Return a tensor to load one entry of a parameter's state into; see `optimizer_template`."""
     if info.shape != tuple(param.shape) or not _is_like_parameter(key, info, saved):
-        return torch.empty(info.shape, dtype=info.dtype)
+        return torch.empty(info.shape, dtype=info.dtype, device="cpu")
     # `zeros_like` makes sharded tensors adjacent in one flat tensor, `empty_like` does not.
     return torch.zeros_like(param.detach(), dtype=info.dtype)
 
@@ -180,6 +180,7 @@ def numbered_states(
     model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any]
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
     """Yield each optimizer, and its part of a state by names, for its ``load_state_dict``."""
+    first_group = 0  # Its place among the groups of all optimizers.
     for optimizer, in_groups in names_in_groups(model, optimizers):
         numbered: dict[int, Any] = {}
         for number, aliases in enumerate(chain(*in_groups)):
@@ -189,8 +190,9 @@ def numbered_states(
         numbers, pairs = count(), zip(optimizer.param_groups, in_groups, strict=True)
         groups = [
             {**_options(index, group, members, state), "params": [next(numbers) for _ in members]}
-            for index, (group, members) in enumerate(pairs)
+            for index, (group, members) in enumerate(pairs, first_group)
         ]
+        first_group += len(groups)
         yield optimizer, {"state": numbered, "param_groups": groups}
 
 
@@ -215,7 +217,7 @@ def _options(
                 continue
             if position > 0 and not _equal(options.get(key), value):
                 msg = (
-                    f"parameters of group {index} of the optimizer were saved in groups with "
+                    f"parameters of group {index} of the optimizers were saved in groups with "
                     f"different {key!r}: {options.get(key)} and {value}. Group the parameters as "
                     f"they were when the state was saved."
                 )

@@ -70,9 +70,14 @@ def as_optimizers(
 def names_in_groups(
     model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 ) -> Iterator[tuple[torch.optim.Optimizer, list[list[list[str]]]]]:
-    """Yield each optimizer, and the names of each parameter of each of its groups."""
+    """Yield each optimizer, and the names of each parameter of each of its groups.
+
+    Raises:
+        CheckpointError: The model lacks a parameter, or two of the optimizers have the same one.
+    """
     names = names_of_parameters(model)
-    for optimizer in as_optimizers(optimizers):
+    owners: dict[nn.Parameter, int] = {}
+    for number, optimizer in enumerate(as_optimizers(optimizers)):
         for i, group in enumerate(optimizer.param_groups):
             for j, param in enumerate(group["params"]):
                 if param not in names:
@@ -81,6 +86,14 @@ def names_in_groups(
                         f"{tuple(param.shape)}, is not in the model: its state has no name to be "
                         f"saved or loaded by. Pass the model that holds all of the optimizer's "
                         f"parameters."
+                    )
+                    raise CheckpointError(msg)
+                if owners.setdefault(param, number) != number:
+                    msg = (
+                        f"{names[param][0]!r} is a parameter of optimizers {owners[param]} and "
+                        f"{number} of the list. A state by parameter names has room for the state "
+                        f"of one of them. Save and load such optimizers in checkpoints of their "
+                        f"own."
                     )
                     raise CheckpointError(msg)
         yield optimizer, [[names[param] for param in g["params"]] for g in optimizer.param_groups]
@@ -152,7 +165,8 @@ def fill_memory(target: Tensor, device: torch.device, fill: Callable[[Tensor], o
             new = nn.Parameter(new, requires_grad=target.requires_grad)
         torch.utils.swap_tensors(target, new)
     else:
-        fill(target.detach())
+        # Writes to what is detached from a sparse tensor do not reach the tensor.
+        fill(target.detach() if target.layout is torch.strided else target)
 
 
 def set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:

@@ -227,7 +227,7 @@ def fill_tensor(source: Source, name: str, target: Tensor, device: torch.device)
             return
 
     def fill(memory: Tensor) -> None:
-        if memory.is_contiguous():
+        if memory.is_contiguous() and not (memory.is_conj() or memory.is_neg()):
             source.copy_into(name, start, memory.view(-1))
         else:
             memory.copy_(source.whole(name))
