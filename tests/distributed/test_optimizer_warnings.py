@@ -75,6 +75,23 @@ def test_what_is_right_or_meant_is_not_warned_of(spawn: Spawn, world_size: int, 
     ]
 
 
+def warnings_of_a_copy_with_ignored_parameters() -> list[str]:
+    torch.manual_seed(0)
+    model = CASE.make()
+    fully_shard(model, mesh=make_mesh((2,)), ignored_params={model.positions})
+    trained = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        CASE.loss(trained, my_batch(CASE, 0)).backward()
+        optimizer.step()
+    return [str(each.message) for each in caught]
+
+
+def test_copies_of_ignored_parameters_are_not_warned_of(spawn: Spawn) -> None:
+    assert spawn(warnings_of_a_copy_with_ignored_parameters, 2) == [[], []]
+
+
 def step_with_a_closure() -> list[str]:
     """Let an optimizer compute the first gradients itself, beside a model that has some."""
     torch.manual_seed(0)

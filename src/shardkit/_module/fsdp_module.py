@@ -18,7 +18,7 @@ from shardkit._compat import torch_fsdp2, torch_modules
 from shardkit._errors import StateError
 from shardkit._module.hooks import ModuleState, get_state, groups_in, state_of
 from shardkit._module.on_meta import NotedConversion
-from shardkit._module.optimizers import watch_optimizers
+from shardkit._module.optimizers import note_copies, watch_optimizers
 from shardkit._params.bucket import settled
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.backward import check_gradients
@@ -135,6 +135,7 @@ class FSDPModule(_Base):
         if state.group is not None:
             _copy_group(state.group, copied, memo)
         swap_class(result)
+        note_copies(memo)
         return result
 
     def __copy__(self) -> Any:

@@ -34,7 +34,7 @@ from shardkit._text import listed
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from shardkit._runtime.group import ParamGroup
 
@@ -183,6 +183,11 @@ _NO_COPIES = re.compile("(tp|tensor|mp|model|sp|seq|cp|context|pp|pipe|stage|ep|
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
     """Note parameters that users asked `fully_shard` to leave alone."""
     _ignored.update(map(id, params))
+
+
+def note_copies(copies: Mapping[int, Any]) -> None:
+    """Note the copies of such parameters; `copies` is the memo of a deep copy."""
+    _ignored.update(id(copies[each]) for each in _ignored.intersection(copies))
 
 
 def note_groups(groups: Iterable[ParamGroup]) -> None:
