@@ -518,7 +518,7 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
     Args:
         path: The checkpoint's directory, such as ``checkpoints/step-1000``.
         model: Module, sharded or not.
-        optimizer: One optimizer or several.
+        optimizer: One optimizer or several, each with parameters of its own.
         keep_last: Number of checkpoints to keep. Once this one is complete, the older ones beside
             it are deleted, and so are leftovers of killed runs. The directory should then belong to
             one run only, and to one `process_group`.

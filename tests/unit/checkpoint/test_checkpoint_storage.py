@@ -284,6 +284,8 @@ def test_names_that_are_taken(tmp_path: pathlib.Path) -> None:
     (foreign / "holiday.jpg").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="is no checkpoint: it is not replaced"):
         checkpoint.save(foreign, step=1, overwrite=True)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        checkpoint.load(foreign / "holiday.jpg" / "x")
 
 
 def test_arguments_that_cannot_be_meant(tmp_path: pathlib.Path) -> None:

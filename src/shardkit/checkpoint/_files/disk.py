@@ -453,7 +453,7 @@ def parse_aside(path: Path) -> Aside | None:
 
 def asides_in(directory: Path) -> Iterator[Aside]:
     """Yield the directories and files in a directory that have temporary names."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in sorted(os.listdir(directory)):  # noqa: PTH208 - names are enough
             if entry.startswith(".") and (aside := parse_aside(directory / entry)) is not None:
                 yield aside
