@@ -35,7 +35,7 @@ class _Call(NamedTuple):
     Attributes:
         name: Name of the operator.
         args: Positional arguments.
-        inputs: Those that are tensors.
+        inputs: Positional arguments that are tensors.
         results: Results.
     """
 
@@ -82,16 +82,17 @@ def _copies(inputs: Iterable[Tensor]) -> int:
 def _of_product(call: _Call) -> int:
     """Return the bytes of the inputs that a product copies: those that its library does not take.
 
-    In 16 bits this is the most that oneDNN copies: all of them, and the result.
+    In 16 bits this is the most that oneDNN copies: all of them.
     """
     if call.out.itemsize == _HALF:
-        return sum(each.nbytes for each in (*call.inputs, call.out))
+        return sum(each.nbytes for each in call.inputs)
     return sum(each.nbytes for each in call.inputs[-2:] if has_gaps(each))
 
 
 def _of_conversions(call: _Call) -> int:
     """Return the bytes of inputs, and of what is written in place, in their common dtype."""
-    inputs = [each for each in call.inputs if each.dim() and each.dtype != torch.bool]
+    values = call.inputs[1:] if call.name == "where" else call.inputs
+    inputs = [each for each in values if each.dim()]
     common = functools.reduce(torch.promote_types, (each.dtype for each in inputs), torch.bool)
     written = call.results if call.name.endswith("_") else ()
     return sum(e.numel() * common.itemsize for e in (*inputs, *written) if e.dtype != common)
