@@ -57,8 +57,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     a plain loop: the last output and loss live until the next ones exist.
 
     Tensors are counted, and scratch memory of those kernels that take much: on CUDA sums over rows
-    and the backward of attention, on the CPU 16-bit products. Memory of the driver and of
-    collective libraries is not counted. What the caching allocator of CUDA reserves is a number of
+    and the backward of attention, on the CPU also convolutions, 16-bit products, norms, FFT and
+    linear algebra. Memory of the driver and of collective libraries is not counted. What the caching allocator of CUDA reserves is a number of
     its own.
 
     Args:

@@ -122,9 +122,9 @@ def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **optio
     return efficient(*inputs, attn_mask, True, dropout, causal, scale=scale)[0]
 
 
-# --- memory that kernels take while they run ---
+# --- memory that kernels of CUDA take while they run ---
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
 def has_gaps(matrices: Tensor) -> bool:
@@ -139,7 +139,7 @@ def has_gaps(matrices: Tensor) -> bool:
 _NUM_PROCESSORS, _THREADS_OF_PROCESSOR = 132, 2048
 """Of the H100 and the H200."""
 _REDUCTIONS = frozenset({"sum", "mean", "linalg_vector_norm"})
-_ATTENTION = "_scaled_dot_product_"
+ATTENTION = "_scaled_dot_product_"
 
 
 def scratch_on_cuda(
@@ -163,9 +163,9 @@ def scratch_on_cuda(
         return (_scratch_of_reduction(args[0], dims),)
     if name in PRODUCTS:
         return tuple(t.nbytes for t in args if isinstance(t, torch.Tensor) and has_gaps(t))
-    if name == f"{_ATTENTION}flash_attention_backward":
+    if name == f"{ATTENTION}flash_attention_backward":
         return (_scratch_of_flash(args[1]),)
-    if name == f"{_ATTENTION}efficient_attention_backward":
+    if name == f"{ATTENTION}efficient_attention_backward":
         return _scratch_of_efficient(args[1], args[2])
     return ()
 
@@ -234,7 +234,7 @@ def _scratch_of_efficient(query: Tensor, key: Tensor) -> tuple[int, ...]:
 def flops_of(func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> int:
     """Return the floating-point operations of an operator; 0 if no formula counts them."""
     name = func.overloadpacket.__name__
-    if name.startswith(_ATTENTION):  # 2 products; 5 in backward, which recomputes scores.
+    if name.startswith(ATTENTION):  # 2 products; 5 in backward, which recomputes scores.
         is_backward = name.endswith("_backward")
         query, key, value = args[1:4] if is_backward else args[:3]
         wide, deep = query.shape[-1], value.shape[-1]

@@ -7,7 +7,6 @@ is evaluated during the run: what existed at an instant is computed from the rec
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import defaultdict, deque
@@ -22,7 +21,8 @@ from shardkit._compat.torch_autograd import is_from_engine
 from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
-from shardkit.planning._kernels import PRODUCTS, flops_of, has_gaps, scratch_on_cuda
+from shardkit.planning._cpu_kernels import LOSSES_WITH_TERMS, scratch_on_cpu
+from shardkit.planning._kernels import flops_of, scratch_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,11 +108,10 @@ _FUNCTIONS = frozenset(
 
 _MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "resize_"})
 """Operators that allocate memory and write nothing."""
-_HALF = 2
-_SUMS = frozenset(
-    {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "lerp_", "addcmul_", "addcdiv_"}
-)
-"""Operators for which torch on the CPU converts inputs to the dtype of the result."""
+
+
+_WRITTEN_IN_PLACE = frozenset({"add", "scatter_add", "scatter", "index_put", "put"})
+"""Operators for which formulas of backward write into their first input unless a mode is on."""
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -183,19 +182,18 @@ class MemoryMeter(TorchDispatchMode):
     def _ran(self, func: Any, args: Any, options: Any, out: Any) -> None:
         """Record an operator, its results, and memory that it took while it ran."""
         name = func.overloadpacket.__name__
-        if self._on_cpu and name in PRODUCTS:
-            self._note_copies(args, out)
-        elif self._on_cpu and name in _SUMS:
-            self._note_casts(args)
         tensors = (out,) if isinstance(out, Tensor) else tuple(iter_tensors(out))
         self._computed(func, args, options, tensors)
         is_buffer = func is torch.ops.aten.set_.source_Storage_storage_offset
+        if self._on_cpu and name in LOSSES_WITH_TERMS:
+            storage = tensors[0].untyped_storage()
+            storage.resize_(max(storage.nbytes(), args[0].nbytes))
         for tensor in tensors:
             self.note(tensor, is_buffer=is_buffer)
-        if not self._on_cpu:
-            for nbytes in filter(None, scratch_on_cuda(name, args, options, tensors)):
-                self._die(self.born(nbytes, *self._owner()))
-        if func is torch.ops.aten.add.Tensor and is_from_engine():
+        scratch = scratch_on_cpu if self._on_cpu else scratch_on_cuda
+        for nbytes in filter(None, scratch(name, args, options, tensors)):
+            self._die(self.born(nbytes, *self._owner()))
+        if name in _WRITTEN_IN_PLACE and is_from_engine():
             self._note_sum(args[0], out)
 
     def _computed(self, func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> None:
@@ -242,26 +240,8 @@ class MemoryMeter(TorchDispatchMode):
 
         self._alive[key] = (memory, weakref.ref(storage, end))
 
-    def _note_copies(self, args: Any, out: Tensor) -> None:
-        """Record the most that a product copies: inputs that its library does not take."""
-        matrices = [arg for arg in args if isinstance(arg, Tensor)]
-        if out.dtype.itemsize != _HALF:
-            matrices = [each for each in matrices[-2:] if has_gaps(each)]
-        if matrices:
-            nbytes = sum(each.nbytes for each in (*matrices, out))
-            self._die(self.born(nbytes, *self._owner()))
-
-    def _note_casts(self, args: Any) -> None:
-        """Record the inputs that an operator converts to their common dtype."""
-        inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
-        dtypes = {arg.dtype for arg in inputs}
-        if len(dtypes) > 1:
-            common = functools.reduce(torch.promote_types, dtypes)
-            nbytes = sum(a.numel() * common.itemsize for a in inputs if a.dtype != common)
-            self._die(self.born(nbytes, *self._owner()))
-
     def _note_sum(self, first: Tensor, out: Tensor) -> None:
-        """Note a sum of two gradients, which the engine adds in place if nobody else has the first.
+        """Note what the engine writes into a gradient in place if nobody else has it, as a sum.
 
         That is so without a mode; with one it makes a new tensor. Nobody else had a tensor that is
         freed at once. A view shares its memory with the tensor that it is a view of.

@@ -1,8 +1,9 @@
-"""Attention in plans: which kernel is taken, and how many operations any operator has."""
+"""Kernels in plans: which one attention takes, how many operations each has, and what memory."""
 
 from __future__ import annotations
 
 import typing
+import unittest.mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from planned_runs import Mlp
 from shardkit import plan
+from shardkit.planning._cpu_kernels import scratch_on_cpu
 from shardkit.planning._kernels import flops_of, scratch_on_cuda
 from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
@@ -152,3 +154,73 @@ def test_the_memory_of_kernels_is_what_an_h100_took(
 ) -> None:
     """The sizes are those of the allocator's history with torch 2.11."""
     assert [n for n in scratch_on_cuda(name, args, {}, (_like(1),)) if n] == seen
+
+
+_PLAIN = ([1, 1], [1, 1], [1, 1])
+_STRIDED = ([2, 2], [1, 1], [1, 1])
+_IMAGES, _FILTERS = _like(16, 64, 32, 32), _like(64, 64, 3, 3)
+_BACKWARD = (False, [0, 0], 1, [True, True, True])
+
+
+def _in_channels_last(*shape: int) -> Tensor:
+    return _like(*shape).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "results", "seen"),
+    [
+        ("convolution", (_IMAGES, _FILTERS, None, *_PLAIN, False), (_IMAGES,), 4_341_760),
+        ("convolution", (_IMAGES, _FILTERS, None, *_PLAIN, True), (_IMAGES,), 8_536_192),
+        (
+            "convolution",
+            (_like(32, 64, 32, 32), _like(3, 64, 3, 3), None, *_PLAIN, False),
+            (_like(32, 3, 32, 32),),
+            10_129_600,
+        ),
+        (
+            "convolution",
+            (_in_channels_last(16, 64, 32, 32), _FILTERS, None, *_PLAIN, False),
+            (_in_channels_last(16, 64, 32, 32),),
+            303_128,
+        ),
+        (
+            "convolution_backward",
+            (_IMAGES, _IMAGES, _FILTERS, [64], *_PLAIN, *_BACKWARD),
+            (_IMAGES, _FILTERS, _like(64)),
+            8_388_608,
+        ),
+        (
+            "convolution_backward",
+            (
+                *(_like(32, 128, 16, 16), _like(32, 64, 32, 32), _like(128, 64, 3, 3), [128]),
+                *(*_STRIDED, *_BACKWARD),
+            ),
+            (_like(32, 64, 32, 32), _like(128, 64, 3, 3), _like(128)),
+            16_481_792,
+        ),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            [_like(2, 4, 2048, 32)] * 3,
+            (_like(2, 4, 2048, 32),),
+            559_104,
+        ),
+        ("native_layer_norm", (_like(16, 64, 99).mT, [64]), (_like(16, 99, 64),), 405_504),
+        ("upsample_bilinear2d", (_IMAGES, [64, 64]), (_like(16, 64, 64, 64),), 20_971_520),
+        ("mul", (_like(99, dtype=torch.bfloat16), _like(99)), (_like(99),), 396),
+        ("add_", (_like(99, dtype=torch.bfloat16), _like(99)),
+         (_like(99, dtype=torch.bfloat16),), 792),
+        ("sum", (_like(64, 64, dtype=torch.bool),), (_like(dtype=torch.int64),), 32_768),
+        ("sum", (_like(64, 64),), (_like(),), 0),
+        ("linalg_matrix_exp", (_like(512, 512),), (_like(512, 512),), 12_582_936),
+        ("_fft_c2c", (_like(16, 256, 99, dtype=torch.complex64), [1]), (_like(1),), 3_244_032),
+        ("_fft_c2c", (_like(16, 256, 99, dtype=torch.complex64), [2]), (_like(1),), 0),
+        ("relu", (_IMAGES,), (_IMAGES,), 0),
+    ],
+)  # fmt: skip
+def test_the_memory_of_kernels_is_what_a_cpu_took(
+    name: str, args: typing.Any, results: tuple[Tensor, ...], seen: int
+) -> None:
+    """The sizes are those of the profiler with torch 2.13, one thread and AVX-512."""
+    with unittest.mock.patch.object(torch, "get_num_threads", return_value=1):
+        planned = sum(scratch_on_cpu(name, args, {}, results))
+    assert seen <= planned <= 1.04 * seen

@@ -6,6 +6,7 @@ import typing
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -91,3 +92,23 @@ def test_a_gradient_that_is_added_in_place_is_counted_once() -> None:
         begin = meter.position
         loss.backward()
     assert max(meter.totals()[begin:]) // x.nbytes == 3
+
+
+def test_what_a_formula_of_backward_writes_in_place_is_counted_once() -> None:
+    """The gradient of a gather is zeros, into which torch scatters unless a mode is on."""
+    x = torch.empty(1000, 1000, device="meta", requires_grad=True)
+    index = torch.empty(1, 1, dtype=torch.long, device="meta")
+    with MemoryMeter(on_cpu=True) as meter:
+        loss = x.gather(0, index).sum()
+        begin = meter.position
+        loss.backward()
+    assert max(meter.totals()[begin:]) // x.nbytes == 1
+
+
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy, F.smooth_l1_loss])
+def test_a_loss_that_keeps_its_terms_is_as_large(loss: Callable[..., Tensor]) -> None:
+    x = torch.empty(1000, 1000, device="meta")
+    with MemoryMeter(on_cpu=True) as meter:
+        result = loss(x, x)
+    assert meter.totals()[-1] == x.nbytes
+    assert result.numel() == 1

@@ -1,0 +1,288 @@
+"""Memory that kernels of torch's CPU take while they run, apart from their results.
+
+Each formula says the most that torch 2.9 to 2.13 takes. Files in comments are those of ATen/native.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardkit._layout import align_up
+from shardkit.planning._kernels import ATTENTION, PRODUCTS, has_gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+LOSSES_WITH_TERMS = frozenset({"binary_cross_entropy", "smooth_l1_loss"})
+"""Losses whose result, one number, keeps the memory of all terms."""
+_HALF = 2
+_BLOCK = 16
+"""oneDNN computes convolutions with blocks of so many channels."""
+_FEW = 4
+"""oneDNN leaves images with fewer channels as they are."""
+_SMALL = 1024
+_MAX = 2
+"""Mode of an embedding bag."""
+
+
+class _Call(NamedTuple):
+    """A call of an operator.
+
+    Attributes:
+        name: Name of the operator.
+        args: Positional arguments.
+        inputs: Positional arguments that are tensors.
+        results: Results.
+    """
+
+    name: str
+    args: Any
+    inputs: list[Tensor]
+    results: tuple[Tensor, ...]
+
+    @property
+    def first(self) -> Tensor:
+        """The first input."""
+        return self.inputs[0]
+
+    @property
+    def out(self) -> Tensor:
+        """The first result."""
+        return self.results[0]
+
+
+def scratch_on_cpu(
+    name: str, args: Any, options: Any, results: tuple[Tensor, ...]
+) -> tuple[int, ...]:
+    """Return the bytes that a kernel of the CPU takes while it runs, apart from its results.
+
+    Args:
+        name: Name of the operator, such as ``convolution``.
+        args: Positional arguments.
+        options: Keyword arguments, of which no formula makes use.
+        results: Results.
+    """
+    del options
+    inputs = [arg for arg in args if isinstance(arg, Tensor)]
+    formula = _FORMULAS.get(name)
+    if formula is None or not inputs or not results:
+        return ()
+    return (int(formula(_Call(name, args, inputs, results))),)
+
+
+def _copies(inputs: Iterable[Tensor]) -> int:
+    """Return the bytes of copies of all inputs that are not contiguous."""
+    return sum(each.nbytes for each in inputs if not each.is_contiguous())
+
+
+def _of_product(call: _Call) -> int:
+    """Return the bytes of the inputs that a product copies: those that its library does not take.
+
+    In 16 bits this is the most that oneDNN copies: all of them.
+    """
+    if call.out.itemsize == _HALF:
+        return sum(each.nbytes for each in call.inputs)
+    return sum(each.nbytes for each in call.inputs[-2:] if has_gaps(each))
+
+
+def _of_conversions(call: _Call) -> int:
+    """Return the bytes of inputs, and of what is written in place, in their common dtype."""
+    values = call.inputs[1:] if call.name == "where" else call.inputs
+    inputs = [each for each in values if each.dim()]
+    common = functools.reduce(torch.promote_types, (each.dtype for each in inputs), torch.bool)
+    written = call.results if call.name.endswith("_") else ()
+    return sum(e.numel() * common.itemsize for e in (*inputs, *written) if e.dtype != common)
+
+
+def _of_sum(call: _Call) -> int:
+    """Return the bytes of the input in the dtype of the result."""
+    first, out = call.first, call.out
+    return first.numel() * out.itemsize if first.dtype != out.dtype else 0
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if tensor.is_contiguous() or tensor.dim() not in formats:
+        return False
+    return tensor.is_contiguous(memory_format=formats[tensor.dim()])
+
+
+def _blocked(tensor: Tensor, dim: int = 1) -> int:
+    """Return the bytes of a tensor with whole blocks of channels."""
+    num = max(tensor.shape[dim], 1)
+    return tensor.nbytes // num * align_up(num, _BLOCK)
+
+
+def _taken(image: Tensor) -> int:
+    """Return the bytes of an image in the format that oneDNN reads."""
+    return _blocked(image) if image.shape[1] >= _FEW else image.nbytes
+
+
+def _columns(points: Tensor, weight: Tensor, *, is_whole: bool) -> int:
+    """Return the bytes of a matrix with the inputs of each point (ConvolutionMM2d.cpp).
+
+    Dilated and transposed kernels make it for one sample after the other.
+    """
+    num = points.numel() // max(points.shape[1] * (1 if is_whole else points.shape[0]), 1)
+    return num * weight[0].numel() * points.itemsize
+
+
+def _of_convolution(call: _Call) -> int:
+    """Return the bytes of inputs and result in oneDNN's formats (mkldnn/Conv.cpp)."""
+    (image, weight, *_), out, (dilation, is_transposed) = call.inputs, call.out, call.args[5:7]
+    if image.dtype == torch.float64 or image.is_complex():
+        return _columns(image if is_transposed else out, weight, is_whole=max(dilation) == 1)
+    if _is_channels_last(out):
+        return 2 * weight.nbytes + 9 * _SMALL + (0 if _is_channels_last(image) else image.nbytes)
+    taken = _taken(image) + _blocked(weight, 0) + _SMALL
+    if is_transposed:
+        return _copies((image, weight)) + max(taken + out.nbytes, 2 * out.nbytes)
+    return _copies((image, weight)) + max(taken + _blocked(out) - out.nbytes, _blocked(out))
+
+
+def _of_convolution_backward(call: _Call) -> int:
+    """Return the same of the kernels for both gradients, which run one after the other."""
+    (grad, image, weight, *_), strides, (dilation, is_transposed) = (
+        call.inputs,
+        call.args[4],
+        call.args[6:8],
+    )
+    if image.dtype == torch.float64 or image.is_complex():
+        return _columns(grad, weight, is_whole=max(dilation) == 1 and not is_transposed)
+    if _is_channels_last(grad) or _is_channels_last(image):
+        odd = sum(each.nbytes for each in (grad, image) if not _is_channels_last(each))
+        return 3 * weight.nbytes + odd
+    taken = _blocked(grad) + _blocked(weight, 0) + _SMALL
+    most = taken + _taken(image)
+    if call.args[-1][0]:  # The gradient of the image.
+        of_image = taken + _blocked(image) if max(strides) == 1 else 3 * image.nbytes
+        most = max(most + image.nbytes, of_image)
+    return _copies((grad, image, weight)) + most - sum(each.nbytes for each in call.results)
+
+
+# --- other layers ---------------------------------------------------------------------------------
+
+
+def _of_attention(call: _Call) -> int:
+    """Return the bytes of tiles of scores, for each thread (cpu/FlashAttentionKernel.cpp)."""
+    is_backward, inputs = call.name.endswith("_backward"), call.inputs
+    query, key = inputs[1:3] if is_backward else inputs[:2]
+    is_half = query.itemsize == _HALF
+    tile = next(n for least, n in ((768, 256), (192, 64), (0, 32)) if query.shape[-2] >= least)
+    rows, columns = min(query.shape[-2], tile), min(key.shape[-2], 512)
+    wide = align_up(query.shape[-1], 64) if is_half else query.shape[-1]
+    num = rows * (2 * columns + 1 if is_backward else columns + 2 + wide)
+    num += rows * (columns + 1) if is_half else 0
+    is_copied = is_backward and not inputs[0].transpose(1, 2).is_contiguous()
+    copied = inputs[0].nbytes if is_copied else 0
+    return torch.get_num_threads() * num * max(4, query.itemsize) + copied
+
+
+def _of_fft(call: _Call) -> int:
+    """Return the bytes of copies in which the transformed dims are last (mkl/SpectralOps.cpp)."""
+    first, dims = call.first, call.args[1]
+    last = {*range(first.dim() - len(dims), first.dim())}
+    is_moved = {dim % first.dim() for dim in dims} != last or not first.is_contiguous()
+    if call.name == "_fft_c2r":
+        return 2 * first.nbytes if is_moved or len(dims) > 1 else 0
+    return first.nbytes if is_moved else 0
+
+
+def _of_lapack(times: float) -> Callable[[_Call], float]:
+    """Return a formula: so many matrices, and blocks of columns that LAPACK asks for."""
+    return lambda call: (
+        times * call.out.nbytes + 66 * call.first.shape[-1] * call.first.itemsize + _SMALL
+    )
+
+
+_FORMULAS: dict[str, Callable[[_Call], float]] = {
+    **dict.fromkeys(PRODUCTS, _of_product),
+    **{
+        f"{name}{suffix}": _of_conversions
+        for name in (
+            *("add", "sub", "mul", "div", "pow", "maximum", "minimum", "fmod", "remainder"),
+            *("atan2", "hypot", "where", "lerp", "addcmul", "addcdiv", "xlogy", "copysign"),
+            *("eq", "ne", "lt", "le", "gt", "ge"),
+        )
+        for suffix in ("", "_")
+    },
+    **dict.fromkeys(
+        ("sum", "nansum", "mean", "prod", "cumsum", "cumprod", "linalg_vector_norm"), _of_sum
+    ),
+    "convolution": _of_convolution,
+    "convolution_backward": _of_convolution_backward,
+    f"{ATTENTION}flash_attention_for_cpu": _of_attention,
+    f"{ATTENTION}flash_attention_for_cpu_backward": _of_attention,
+    # transformers/attention.cpp: which scores are infinite, in rows, too.
+    "_safe_softmax": lambda c: c.first.numel() + 2 * c.first.numel() // max(c.first.shape[-1], 1),
+    # Normalization.cpp, layer_norm.cpp
+    "native_batch_norm_backward": lambda c: 0 if _is_channels_last(c.inputs[1]) else c.out.nbytes,
+    "native_group_norm_backward": lambda c: c.first.nbytes if _is_channels_last(c.inputs[1]) else 0,
+    "native_layer_norm": lambda c: _copies(c.inputs),
+    "native_layer_norm_backward": lambda c: _copies(c.inputs),
+    "im2col": lambda c: _copies(c.inputs),
+    # cpu/UpSampleKernel.cpp: in channels_last, or one dim after the other.
+    **dict.fromkeys(
+        ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"),
+        lambda c: 0 if _is_channels_last(c.first) else c.first.nbytes + c.out.nbytes,
+    ),
+    **dict.fromkeys(
+        ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        lambda c: c.out.nbytes // c.out.shape[-2] * c.first.shape[-2] + 8 * _SMALL,
+    ),
+    # AffineGridGenerator.cpp: points with a 1.
+    "affine_grid_generator": lambda c: c.out.nbytes // c.out.shape[-1] * (c.out.shape[-1] + 1),
+    # MaxPooling.cpp, if the gradient is not in channels_last.
+    "max_pool2d_with_indices_backward": lambda c: (
+        c.out.nbytes + c.inputs[-1].nbytes
+        if _is_channels_last(c.out) and not _is_channels_last(c.first)
+        else 0
+    ),
+    "_adaptive_avg_pool2d_backward": lambda c: (
+        c.out.nbytes if _is_channels_last(c.inputs[1]) and not _is_channels_last(c.first) else 0
+    ),
+    # Distance.cpp: both inputs with two columns more.
+    "_euclidean_dist": lambda c: sum(
+        each.nbytes // each.shape[-1] * (each.shape[-1] + 2) for each in c.inputs[:2]
+    ),
+    # EmbeddingBag.cpp: indices in the order of rows.
+    "_embedding_bag_backward": lambda c: (
+        4 * c.inputs[1].nbytes + (3 * c.first.nbytes + _SMALL * 64 if c.args[8] == _MAX else 0)
+    ),
+    # LossCTC.cpp, Loss.cpp
+    "_ctc_loss_backward": lambda c: c.args[6].nbytes,
+    "binary_cross_entropy_with_logits": lambda c: 2 * c.first.nbytes,
+    "huber_loss": lambda c: c.first.nbytes,
+    "smooth_l1_loss": lambda c: c.first.nbytes,
+    # Sorting.cpp, ReduceOps.cpp, Distributions.cpp, TensorAdvancedIndexing.cpp, UnaryOps.cpp
+    "kthvalue": lambda c: 3 * c.first.nbytes,
+    "sort": lambda c: 8 * c.first.numel() if c.first.dim() == 1 else 0,
+    "median": lambda c: c.first.nbytes,
+    "nanmedian": lambda c: c.first.nbytes,
+    "logsumexp": lambda c: c.first.nbytes + 2 * c.out.nbytes,
+    "multinomial": lambda c: 1.1 * c.first.nbytes,
+    "masked_scatter_backward": lambda c: 3.6 * c.out.nbytes,
+    "scatter_reduce": lambda c: 2.3 * c.out.nbytes if c.args[4] == "mean" else 0,
+    "abs": lambda c: c.first.nbytes if c.first.is_complex() else 0,
+    **dict.fromkeys(("_fft_r2c", "_fft_c2c", "_fft_c2r"), _of_fft),
+    # BatchLinearAlgebra.cpp, LinearAlgebra.cpp
+    "linalg_inv_ex": _of_lapack(1),
+    "linalg_qr": _of_lapack(0),
+    "linalg_householder_product": _of_lapack(0),
+    "linalg_lu": _of_lapack(1),
+    "linalg_lstsq": _of_lapack(1),
+    "linalg_matrix_exp": _of_lapack(12),
+    "linalg_pinv": _of_lapack(3),
+    "cholesky_solve": _of_lapack(1),
+    "_linalg_det": _of_lapack(0),
+    "_linalg_slogdet": _of_lapack(0),
+    "_linalg_eigh": lambda c: 24 * _SMALL + 66 * c.first.shape[-1] * c.first.itemsize,
+    "_linalg_svd": lambda c: c.first.nbytes + 8 * _SMALL,
+}
