@@ -58,8 +58,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
 
     Tensors are counted, and scratch memory of those kernels that take much: on CUDA sums over rows
     and the backward of attention, on the CPU also convolutions, 16-bit products, norms, FFT and
-    linear algebra. Memory of the driver and of collective libraries is not counted. What the caching allocator of CUDA reserves is a number of
-    its own.
+    linear algebra. Memory of the driver and of collective libraries is not counted. What the
+    caching allocator of CUDA reserves is a number of its own.
 
     Args:
         model: Model that is not sharded. It does not change: a copy on meta is sharded.
