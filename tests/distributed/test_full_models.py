@@ -177,6 +177,19 @@ def test_gathered_groups_notice(tmp_path: pathlib.Path) -> None:
     assert torch.equal(case.loss(model, batch), case.loss(plain, batch))
 
 
+@on_ranks(3)
+def test_ranks_without_elements_gather_anew_too(tmp_path: pathlib.Path) -> None:
+    layer = fully_shard(nn.Linear(1, 1, bias=False), reshard_after_forward=False)
+    with torch.no_grad():
+        layer(torch.ones(1, 1))  # From here on the group stays unsharded.
+    for dtype, value in ((torch.float32, 2.0), (torch.float64, 3.0)):
+        weight = torch.full((1, 1), value, dtype=dtype)
+        path = tmp_path / f"{dtype}-{dist.get_rank()}.pt"
+        torch.save({"weight": weight}, path)
+        load_full(path, layer)
+        assert layer(torch.ones(1, 1)).item() == value
+
+
 class Odd(nn.Module):
     """A parameter that is not sharded, buffers of both kinds, state that is no tensor."""
 

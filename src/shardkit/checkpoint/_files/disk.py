@@ -129,8 +129,13 @@ class Source:
         dtype = self.infos[name].dtype
         if out.dtype == dtype and out.device.type == "cpu":
             self.read_into(name, start, out)
-            torch.autograd.graph.increment_version(out)  # Torch did not see the write.
-            return
+        else:
+            self._copy_into(name, start, out, dtype)
+        # Torch did not see the write. Ranks that have no element note it as well: what they
+        # gathered before is as old as on other ranks.
+        torch.autograd.graph.increment_version(out)
+
+    def _copy_into(self, name: str, start: int, out: Tensor, dtype: torch.dtype) -> None:
         if self._room is None:
             self._room = torch.empty(PART_NBYTES, dtype=torch.uint8, device="cpu")
         room = self._room.view(dtype)
