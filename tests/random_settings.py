@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from custom_collectives import Gather, Scatter
 from reference import full, make_mesh, mean_over_ranks
 from shardkit import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardkit.compression import PowerSGD, bf16_compress, compress_gradients, fp16_compress
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 WIDTH, VOCABULARY, ROWS = 6, 9, 3
 NOTHING = -1
@@ -453,36 +454,6 @@ def cast_alike(module: nn.Module, policy: Policy) -> None:
 
 
 # --- sharding and settings ------------------------------------------------------------------------
-
-
-class Gather:
-    """A user's all-gather."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.full(tuple(size), -1, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: typing.Any, async_op: bool
-    ) -> typing.Any:
-        return dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-
-
-class Scatter(Gather):
-    """A user's reduce-scatter."""
-
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: typing.Any,
-        op: typing.Any,
-        async_op: bool,
-    ) -> typing.Any:
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
 
 
 class Event:

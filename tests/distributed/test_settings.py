@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from custom_collectives import Gather, Scatter
 from models import CASES
 from parity import Ranks, compare_training, on_meshes
 from reference import (
@@ -35,7 +36,7 @@ from shardkit.optim import LocalOptimizer, MatrixOptimizer
 from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from parity import Run
     from workers import Spawn
@@ -78,42 +79,6 @@ def many_buffers(model: typing.Any) -> None:
 
 def skip_unused(model: typing.Any) -> None:
     model.set_reduce_scatter_unused_params(False)
-
-
-class Gather:
-    """A user's all-gather that counts."""
-
-    calls = 0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.full(tuple(size), -1, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: typing.Any, async_op: bool
-    ) -> typing.Any:
-        type(self).calls += 1
-        return dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-
-
-class Scatter(Gather):
-    """A user's reduce-scatter that counts."""
-
-    calls = 0
-
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: typing.Any,
-        op: typing.Any,
-        async_op: bool,
-    ) -> typing.Any:
-        type(self).calls += 1
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
 
 
 def custom_collectives(model: typing.Any) -> None:

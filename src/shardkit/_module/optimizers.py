@@ -187,7 +187,7 @@ def note_ignored(params: Iterable[nn.Parameter]) -> None:
 
 def note_copies(copies: Mapping[int, Any]) -> None:
     """Note the copies of such parameters; `copies` is the memo of a deep copy."""
-    _ignored.update(id(copies[each]) for each in _ignored.intersection(copies))
+    _ignored.update([id(copies[each]) for each in _ignored if each in copies])
 
 
 def note_groups(groups: Iterable[ParamGroup]) -> None:

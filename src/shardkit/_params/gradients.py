@@ -87,7 +87,8 @@ class BucketGradients:
         partial: Sums over the shard axis that wait for the all-reduce.
         part_dtype: Dtype of gradients that are sent from where they are, on any rank; None: none
             are.
-        may_have: Whether any rank may have gradients of an unsynced backward, perhaps not this one.
+        may_have_unsynced: Whether any rank, perhaps not this one, may have gradients of an unsynced
+            backward.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -111,7 +112,7 @@ class BucketGradients:
         takes_small = is_small and backend.takes_parts(plan.axis, is_small=True)
         self._sends_small_parts = may_send_parts and takes_small
         self.part_dtype = plan.param_dtype if may_send_parts else None
-        self.may_have = False
+        self.may_have_unsynced = False
         self._buffer: SendBuffer | TracedSend | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
         self._unused: set[str] = set()
@@ -139,7 +140,7 @@ class BucketGradients:
     @property
     def has_collected(self) -> bool:
         """Whether gradients came, perhaps on other ranks only, that have not been sent."""
-        return self.may_have or bool(self.held) or self.is_written
+        return self.may_have_unsynced or bool(self.held) or self.is_written
 
     @property
     def needs_settling(self) -> bool:
@@ -309,7 +310,7 @@ class BucketGradients:
         self.close_receive(pool)
         self._unsettled.clear()
         self.partial = None
-        self.may_have = False
+        self.may_have_unsynced = False
         self.held.clear()
         self.forget_fired()
 
@@ -478,7 +479,7 @@ class GroupGradients:
         without the group, and then all of them must reduce it.
         """
         for each in self.buckets:
-            each.may_have |= each.bucket.is_trainable
+            each.may_have_unsynced |= each.bucket.is_trainable
 
     def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
         """Copy the held gradients into the send buffers, and drop them."""
@@ -533,7 +534,7 @@ class GroupGradients:
             for each in self._prepared:
                 each.buffer.complete(streams, pool)
         for each in self._prepared:
-            each.may_have = False
+            each.may_have_unsynced = False
         return [
             self._reduction_of(each, partial(each.buffer.room, streams, pool), of_each)
             for each, of_each in zip(self._prepared, parts, strict=True)

@@ -95,7 +95,7 @@ def save_full(
     for name, value in tensors.items():
         if isinstance(value, ShardedTensor):
             value.spec.check_saved()
-        elif value.layout is not torch.strided:
+        elif disk.is_sparse(value):
             msg = (
                 f"{name!r} is sparse ({value.layout}), and a file of whole tensors holds dense "
                 f"ones. Keep it dense, or save a checkpoint by shardkit.checkpoint.save."

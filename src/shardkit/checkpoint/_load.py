@@ -14,7 +14,7 @@ from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import agreed, of_all, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import is_plain, is_sparse
+from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_checkpoint
@@ -23,6 +23,7 @@ from shardkit.checkpoint._files.disk import (
     Keys,
     TensorInfo,
     asides_in,
+    is_sparse,
     join_keys,
     key_in_dict,
     nested,

@@ -29,9 +29,9 @@ from shardkit.backends.groups import OfWorld, new_group
 from shardkit.backends.watch.watchdog import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import is_plain, is_sparse
+from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.writer import CheckpointWriter, SavePlanner, Whole
-from shardkit.checkpoint._files.disk import saved_key
+from shardkit.checkpoint._files.disk import is_sparse, saved_key
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,

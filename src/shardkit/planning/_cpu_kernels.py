@@ -67,9 +67,11 @@ def scratch_on_cpu(
         results: Results.
     """
     del options
-    inputs = [arg for arg in args if isinstance(arg, Tensor)]
     formula = _FORMULAS.get(name)
-    if formula is None or not inputs or not results:
+    if formula is None:
+        return ()
+    inputs = [arg for arg in args if isinstance(arg, Tensor)]
+    if not inputs or not results:
         return ()
     return (int(formula(_Call(name, args, inputs, results))),)
 

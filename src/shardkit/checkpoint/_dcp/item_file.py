@@ -207,11 +207,6 @@ def is_plain(tensor: Tensor) -> bool:
     return is_exact and tensor.layout is torch.strided
 
 
-def is_sparse(value: object) -> bool:
-    """Whether a value is a tensor whose elements do not all have a place in memory."""
-    return isinstance(value, torch.Tensor) and value.layout is not torch.strided
-
-
 def raw_bytes(tensor: Tensor) -> memoryview | None:
     """Return the memory of a contiguous tensor on the host; None for any other tensor."""
     if not is_plain(tensor) or tensor.device.type != "cpu":

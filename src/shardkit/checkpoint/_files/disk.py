@@ -216,6 +216,11 @@ def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
     return info if keep else TensorInfo(info.shape, dtype or info.dtype)
 
 
+def is_sparse(value: object) -> bool:
+    """Whether a value is a tensor whose elements do not all have a place in memory."""
+    return isinstance(value, Tensor) and value.layout is not torch.strided
+
+
 def without_memory(info: TensorInfo) -> Tensor:
     """Return a contiguous tensor whose memory is never touched, so that it takes none."""
     # torch.empty would fill it if deterministic algorithms are on.

@@ -35,6 +35,7 @@ from shardkit.checkpoint._files.disk import (
     asides_in,
     fsync_directory,
     is_plain_name,
+    is_sparse,
     new_aside,
     open_regular,
     read_at,
@@ -274,7 +275,7 @@ def torch_writer(
         torch.save(tree, path)
     # In pickle's order: each storage when pickle meets it for the first time.
     found = list(iter_tensors(tree, depth=0))
-    sparse = next((tensor for tensor in found if tensor.layout is not torch.strided), None)
+    sparse = next(filter(is_sparse, found), None)
     if sparse is not None:
         msg = (
             f"a tensor of shape {tuple(sparse.shape)} is sparse ({sparse.layout}), and a file of "
