@@ -133,7 +133,7 @@ class GroupState:
     # Number of forwards that backward is inside, and whose end it reports.
     num_watched: int = 0
     is_complete: bool = False  # Whether this backward brings no more gradients.
-    # Modules of the group that ran in this pass, by position.
+    # Modules of the group that ran in this pass, by id.
     modules_run: set[int] = field(default_factory=set)
 
     # --- memory ---
@@ -198,12 +198,16 @@ class GroupState:
         self.num_forwards = 0
         self.awaits_other_modules = False
 
-    def end_backward(self) -> None:
-        """The engine is done; a backward that was not left, as a root's, ends the user's hold."""
+    def end_backward(self, *, in_pass: bool) -> None:
+        """The engine is done; a backward that was not left, as a root's, ends the user's hold.
+
+        Args:
+            in_pass: Whether a forward of the root called backward; its other modules come later.
+        """
         if self.in_backward or self.has_unseen_backward:
             self.is_user_held = self.is_lent
-        self.in_backward = self.in_recompute = False
-        self.has_unseen_backward = self.awaits_other_modules = False
+        self.in_backward = self.in_recompute = self.has_unseen_backward = False
+        self.awaits_other_modules &= in_pass
 
     # --- gradients of one backward ---
 
@@ -273,11 +277,12 @@ class PendingBackwards:
 
     Attributes:
         number: Number of the pass that began last.
+        is_open: Whether the forward of its root still runs.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self._is_open = False
+        self.is_open = False
         self._last = _Pass()
         self._passes: dict[int, _Pass] = {}
         self._reached: set[int] = set()
@@ -293,12 +298,12 @@ class PendingBackwards:
         if len(self._passes) >= MAX_PASSES:
             del self._passes[next(iter(self._passes))]
         self.number = next(_numbers)
-        self._is_open = True
+        self.is_open = True
         self._last = self._passes[self.number] = _Pass()
 
     def end_pass(self) -> None:
         """Note that the root's forward has ended."""
-        self._is_open = False
+        self.is_open = False
 
     def add(self, group: int) -> None:
         """Note that a forward of the group has ended that may have a backward."""
@@ -324,7 +329,7 @@ class PendingBackwards:
     def end_backward(self) -> None:
         """Drop the passes that backward reached, at the end of the engine's run."""
         for number in self._reached:
-            if number != self.number or not self._is_open:
+            if number != self.number or not self.is_open:
                 self._passes.pop(number, None)
         for group, inside in self._inside.items():
             for number in inside:
@@ -334,7 +339,7 @@ class PendingBackwards:
 
     def clear(self) -> None:
         """Drop all passes."""
-        self._is_open = False
+        self.is_open = False
         self._last = _Pass()
         self._passes.clear()
         self._reached.clear()
@@ -577,6 +582,11 @@ class UnshardSchedule:
         """Whether a forward, a backward or the user needs the group's memory now."""
         return self.states[group].in_use
 
+    def stays_shown(self, group: int) -> bool:
+        """Whether modules go on to hold the unsharded parameters: in use, or for other modules."""
+        state = self.states[group]
+        return state.in_use or state.awaits_other_modules
+
     @property
     def lends(self) -> bool:
         """Whether any group is unsharded until `reshard`."""
@@ -746,7 +756,7 @@ class UnshardSchedule:
         if is_late:
             before += itertools.islice(self._before(group, in_pass), _MAX_BATCH)
         self._pending.remove(group, in_pass)
-        if self._is_idle:
+        if self._is_idle and group not in self.options.several_modules:
             return []
         return self._leave_backward(state, in_pass, is_last=is_last) + self._prefetch(before)
 
@@ -769,11 +779,11 @@ class UnshardSchedule:
         self, state: GroupState, in_pass: int | None, *, is_last: bool
     ) -> list[Action]:
         group = state.number
-        if self._hold or state.num_forwards or state.is_lent or group not in self._live:
+        if self._hold or state.num_forwards or state.is_lent:
             return []
         has_modules = group in self.options.several_modules
         state.awaits_other_modules = has_modules and self._pending.awaits(group, in_pass)
-        if state.awaits_other_modules:
+        if state.awaits_other_modules or group not in self._live:
             return []
         if not is_last and self._pending.awaits(group):
             return self._trim_spare()
@@ -790,7 +800,7 @@ class UnshardSchedule:
         self._pending.end_backward()
         self._early.clear()
         for state in self.states.values():
-            state.end_backward()
+            state.end_backward(in_pass=self._pending.is_open)
             if state.has_unreported_exit:
                 state.is_retained = is_retained
                 state.has_unreported_exit = is_retained or self._pending.awaits(state.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,8 @@ class ParamSites:
 
     Attributes:
         is_visible: Whether the modules hold the unsharded parameters.
+        was_visible: Value of `is_visible` when the `functional_call` of this pass began; None:
+            there is none.
 
     Args:
         entries: The parameters, and the modules that hold them.
@@ -73,7 +76,7 @@ class ParamSites:
         self._unsharded = unsharded
         self.is_visible = False
         self._given: dict[int, Any] = {}
-        self._was_visible = False  # Value of `is_visible` when this `functional_call` began.
+        self.was_visible: bool | None = None
         self._rnn_places: list[tuple[nn.RNNBase, str]] = []
 
     def show(self, *, unsharded: bool) -> None:
@@ -83,9 +86,8 @@ class ParamSites:
             StateError: A module holds neither of them, but another parameter in their place.
         """
         if unsharded == self.is_visible:
-            if unsharded and not self._given:
+            if unsharded and not self._given and not self._holds_unsharded():
                 self._take_given([place[3] for place in self._places])
-                self._was_visible |= bool(self._given)
             return
         if unsharded:
             self._show_unsharded()
@@ -111,10 +113,15 @@ class ParamSites:
         for index, (params, attribute, sharded, whole) in enumerate(self._places):
             if params.get(attribute) is whole:
                 params[attribute] = sharded
-            elif index not in self._given:
-                self._was_visible = True  # `functional_call` has put something there.
+            elif index not in self._given and self.was_visible is None:
+                self.was_visible = True  # `functional_call` has put something there.
         if self._given:
             self.return_given()
+
+    def _holds_unsharded(self) -> bool:
+        """Whether all places hold the unsharded parameters; a forward of a visible bucket asks."""
+        params, attributes, wholes = self._columns
+        return all(map(operator.is_, map(dict.get, params, attributes), wholes))
 
     # --- `functional_call` ---
 
@@ -149,6 +156,8 @@ class ParamSites:
                 continue
             if held is None or not torch_modules.in_functional_call():
                 self._refuse_replaced(sharded)
+            if self.was_visible is None:
+                self.was_visible = self.is_visible
             self._given[index] = held
             params[attribute] = self._as_used(held, sharded, whole)
 
@@ -180,9 +189,9 @@ class ParamSites:
 
     def end_functional_call(self, *, has_memory: bool) -> None:
         """Restore what modules held before a `functional_call`, which puts back what it saved."""
-        was_visible = self._was_visible
+        was_visible = self.was_visible
         self.show(unsharded=False)
-        self._was_visible = False
+        self.was_visible = None
         if was_visible and has_memory:
             self.is_visible = True
             for params, attribute, sharded, whole in self._places:
@@ -245,6 +254,12 @@ class ParamSites:
         self._rnn_places = [(m, name) for m, name, _, _ in sites if isinstance(m, nn.RNNBase)]
         # As in torch's own FSDP, this skips the checks of `setattr`.
         return [(m._parameters, name, param, whole) for m, name, param, whole in sites]  # noqa: SLF001
+
+    @functools.cached_property
+    def _columns(self) -> tuple[list[Any], list[str], list[nn.Parameter]]:
+        """The dicts, the attributes, and the unsharded parameters of all places."""
+        places = self._places
+        return [p for p, *_ in places], [name for _, name, *_ in places], [p[3] for p in places]
 
     def _refuse_replaced(self, sharded: nn.Parameter) -> None:
         entry = next(item for item in self._entries if item.param is sharded)

@@ -306,7 +306,7 @@ class Backward:
 
     def _leave(self, group: ParamGroup, actions: Sequence[Action]) -> None:
         self._gathers.carry_out(actions)
-        if not self._schedule.in_use(group.index):
+        if not self._schedule.stays_shown(group.index):
             group.show(unsharded=False)
 
     def _complete(self, group: ParamGroup) -> None:
@@ -387,7 +387,7 @@ class Backward:
         self._gathers.carry_out(actions)
         self._reductions.order.keep(self._schedule.awaited)
         for group in self._groups:
-            if not self._makes_graph and not self._schedule.in_use(group.index):
+            if not self._makes_graph and not self._schedule.stays_shown(group.index):
                 group.show(unsharded=False)
             if group.kept_axes and not self._schedule.awaits_backward(group.index):
                 for store in group.gathered:

@@ -404,12 +404,18 @@ class Runtime:
 
     def end_pass(self, *, needs_backward: bool, is_functional: bool = False) -> None:
         """End the root's forward; in a `functional_call` put back what modules held."""
-        self.pass_root = None
         for group in self.groups:
+            is_unfinished = self.schedule.states[group.index].awaits_other_modules
+            if is_unfinished:
+                self._look_at_changes(group)
             if is_functional:
                 group.end_functional_call(is_live=self.schedule.has_memory(group.index))
-            elif self.schedule.in_forward(group.index):  # The root has caught its exception.
-                group.show(unsharded=False)
+                continue
+            if is_unfinished or self.schedule.in_forward(group.index):
+                group.show(unsharded=False)  # Or the root has caught the exception of its forward.
+            for bucket in group.buckets:
+                bucket.sites.was_visible = None
+        self.pass_root = None
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
         self.gathers.settle_host_reads()  # order: after a forward the host waits for copies
         if _events.observer is not None:
@@ -422,7 +428,8 @@ class Runtime:
             return None
         if group.is_stale:
             self.gathers.refresh(group)
-        if group.is_shown and not self.schedule.in_forward(group.index):
+        state = self.schedule.states[group.index]
+        if group.is_shown and not (state.num_forwards or state.awaits_other_modules):
             group.follow_trainability()
         self.gathers.carry_out(self.schedule.enter_forward(group.index))
         group.show(unsharded=True)
@@ -455,9 +462,9 @@ class Runtime:
             return
         if _events.observer is not None:
             _events.observer.end("compute", group.number)
-        group.check_trainability()
-        if group.was_written:
-            keep_writes(group, self.streams)
+        is_unfinished = len(group.modules) > 1 and self._is_unfinished(group, module)
+        if not is_unfinished:
+            self._look_at_changes(group)
         in_transform = torch_tensors.in_function_transform()
         if is_given or in_transform:
             outputs = ()
@@ -481,11 +488,11 @@ class Runtime:
             needs_backward=needs_backward,
             is_watched=is_watched,
             reports_exit=record is not None and record.input_grads is not None,
-            is_unfinished=self._is_unfinished(group, module),
+            is_unfinished=is_unfinished,
         )
         is_kept = needs_backward and group.index in self.schedule.options.no_reshard_after_forward
         if not self.schedule.in_forward(group.index):
-            if is_kept or self.schedule.states[group.index].is_lent:
+            if is_kept or is_unfinished or self.schedule.states[group.index].is_lent:
                 group.return_given()
             else:
                 group.show(unsharded=False)
@@ -493,11 +500,18 @@ class Runtime:
 
     def _is_unfinished(self, group: ParamGroup, module: nn.Module) -> bool:
         """Note that a module of the group ran; return whether others have not run in this pass."""
-        if len(group.modules) == 1:
-            return False
         modules_run = self.schedule.states[group.index].modules_run
-        modules_run.add(group.modules.index(module))
+        modules_run.add(id(module))
         return len(modules_run) < len(group.modules)
+
+    def _look_at_changes(self, group: ParamGroup) -> None:
+        """Keep what forwards have written to unsharded parameters; refuse to freeze them there.
+
+        If a group has several modules, this reads all their parameters once, after the last module.
+        """
+        group.check_trainability()
+        if group.was_written:
+            keep_writes(group, self.streams)
 
     def _warn_unwatched(self, group: ParamGroup) -> None:
         """Warn once per group that no output can report the start of its backward."""
@@ -575,7 +589,7 @@ class Runtime:
         if record is not None:
             record.watch_outputs(outputs)
         actions = self.schedule.exit_recompute(group.index)
-        if not self.schedule.in_use(group.index):
+        if not self.schedule.stays_shown(group.index):
             group.show(unsharded=False)
         self.gathers.carry_out(actions)
 
