@@ -393,3 +393,35 @@ def test_a_warning_points_at_the_users_line_on_one_rank(spawn: Spawn) -> None:
     [said], others = spawn(warnings_of_a_forward_without_outputs, 2)
     assert said.startswith("test_function_transforms.py: forward of 'the root' ran with")
     assert others == []
+
+
+class Twice(nn.Module):
+    """A model that runs a layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.first(x).tanh()).tanh())
+
+
+@pytest.mark.parametrize("given", [["first.weight"], ["last.bias", "first.bias"]], ids=str)
+@pytest.mark.parametrize("how", ["resharded", "kept", "list"])
+@on_ranks(2)
+def test_a_layer_may_run_twice_in_a_functional_call(how: str, given: list[str]) -> None:
+    plain, mesh = Twice().double(), make_mesh((dist.get_world_size(),))
+    model: typing.Any = copy.deepcopy(plain)
+    layers = [model.first, model.last]
+    for each in (*([layers] if how == "list" else layers), model):
+        fully_shard(each, mesh, reshard_after_forward=how != "kept")
+    values = {n: torch.full_like(p, 0.1) for n, p in plain.named_parameters() if n in given}
+    differences = Differences()
+    for _ in range(2):
+        for each in (plain, model):
+            functional_call(each, values, (X,)).sum().backward()
+        differences.note("result", model(X), plain(X))
+        for each in (plain, model):
+            each(X).square().sum().backward()
+        differences.note_grads(model, plain)
+    assert_within([differences], result=TOLERANCE, grad=TOLERANCE)

@@ -45,12 +45,13 @@ class Block(nn.Module):
 
 
 def warm_steps(
-    num_layers: int, width: int, options: dict[str, typing.Any]
+    num_layers: int, width: int, options: dict[str, typing.Any], *, in_list: bool = False
 ) -> tuple[nn.Module, dict[str, Callable[[], object]]]:
     """Return a model that has taken four steps, and the parts of the next one."""
     mesh = make_mesh((torch.distributed.get_world_size(),))
     model = nn.Sequential(nn.Linear(width, width), *[Block(width) for _ in range(num_layers)])
-    for module in (*model[1:], model):
+    layers = [*model[1:]]
+    for module in (*([layers] if in_list else layers), model):
         fully_shard(module, mesh=mesh, **options)
     assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -123,5 +124,25 @@ def test_a_group_takes_no_more_among_many(
     spawn: Spawn, num_ranks: int, options: dict[str, typing.Any]
 ) -> None:
     few, many = (spawn(instructions_of_a_group, num_ranks, n, options)[0] for n in (24, 96))
+    for name, of_few in few.items():
+        assert many[name] <= MORE_AMONG_MANY * of_few, (name, of_few, many[name])
+
+
+def instructions_of_a_module(num_layers: int, options: dict[str, typing.Any]) -> dict[str, float]:
+    """Return how many instructions a fifth step takes for each module of one list."""
+    _, steps = warm_steps(num_layers, 8, options, in_list=True)
+    with mock.patch.object(shared_memory.Shared, "is_there", return_value=True):
+        return {name: python_instructions(run) / num_layers for name, run in steps.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(1, {}), (2, {}), (2, {"reshard_after_forward": False})],
+    ids=["one rank", "zero3", "zero2"],
+)
+def test_a_module_takes_no_more_in_a_longer_list(
+    spawn: Spawn, num_ranks: int, options: dict[str, typing.Any]
+) -> None:
+    few, many = (spawn(instructions_of_a_module, num_ranks, n, options)[0] for n in (12, 48))
     for name, of_few in few.items():
         assert many[name] <= MORE_AMONG_MANY * of_few, (name, of_few, many[name])

@@ -216,12 +216,13 @@ class Backward:
         record.active = True
         record.run = group.grad_hooks.run = torch_autograd.current_run()
         self._reductions.order.reach(group.index)
+        is_first = not self._inside[group.index]
         self._inside[group.index].append(record)
         state = self._schedule.states[group.index]
         reports_exit = record.input_grads is not None
         state.num_watched += reports_exit
         hooks = group.grad_hooks
-        if not hooks.at_once and (
+        if is_first and not hooks.at_once and (
             watch_settings.check_gradients
             or hooks.has_user_hooks
             or not group.gradients.is_local  # A hook on reduced buffers was set.
