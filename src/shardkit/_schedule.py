@@ -119,6 +119,8 @@ class GroupState:
     memory: Memory = Memory.FREED  # Whether it has unsharded memory.
     num_forwards: int = 0  # Number of forwards that are under way, one inside another.
     in_recompute: bool = False  # Whether a forward runs again inside backward.
+    # Number of forwards of it that reentrant checkpoints have run again, and not left in backward.
+    num_recomputed: int = 0
     in_backward: bool = False  # Whether backward is inside one of its forwards.
     is_user_held: bool = False  # Whether the user called `unshard`.
     # Whether it stays user-held through forwards and backwards until `reshard`.
@@ -126,15 +128,13 @@ class GroupState:
     has_unseen_backward: bool = False  # Whether an ended forward's backward will not be reported.
     has_unreported_exit: bool = False  # Whether one may begin whose end will not be reported.
     is_retained: bool = False  # Whether the graph of the last backward was retained.
-    awaits_other_modules: bool = False  # Whether some of its modules have not run in this pass.
+    awaits_other_modules: bool = False  # Whether other modules of it may run before other groups.
     rests_after_backward: bool = False  # Whether it keeps its memory after backward, by choice.
     num_expected: int = 0  # Number of gradients that come if this backward uses every parameter.
     num_arrived: int = 0  # Number of gradients that came in this backward.
     # Number of forwards that backward is inside, and whose end it reports.
     num_watched: int = 0
     is_complete: bool = False  # Whether this backward brings no more gradients.
-    # Modules of the group that ran in this pass, by id.
-    modules_run: set[int] = field(default_factory=set)
 
     # --- memory ---
 
@@ -191,23 +191,19 @@ class GroupState:
     def begin_pass(self) -> None:
         """Begin a root's forward."""
         self.has_unseen_backward = self.awaits_other_modules = False
-        self.modules_run.clear()
 
     def end_pass(self) -> None:
         """End a root's forward, also after an exception of a layer that the root has caught."""
         self.num_forwards = 0
         self.awaits_other_modules = False
 
-    def end_backward(self, *, in_pass: bool) -> None:
-        """The engine is done; a backward that was not left, as a root's, ends the user's hold.
-
-        Args:
-            in_pass: Whether a forward of the root called backward; its other modules come later.
-        """
+    def end_backward(self) -> None:
+        """The engine is done; a backward that was not left, as a root's, ends the user's hold."""
         if self.in_backward or self.has_unseen_backward:
             self.is_user_held = self.is_lent
-        self.in_backward = self.in_recompute = self.has_unseen_backward = False
-        self.awaits_other_modules &= in_pass
+        self.in_backward = self.in_recompute = False
+        self.has_unseen_backward = self.awaits_other_modules = False
+        self.num_recomputed = 0
 
     # --- gradients of one backward ---
 
@@ -277,12 +273,11 @@ class PendingBackwards:
 
     Attributes:
         number: Number of the pass that began last.
-        is_open: Whether the forward of its root still runs.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.is_open = False
+        self._is_open = False
         self._last = _Pass()
         self._passes: dict[int, _Pass] = {}
         self._reached: set[int] = set()
@@ -298,12 +293,12 @@ class PendingBackwards:
         if len(self._passes) >= MAX_PASSES:
             del self._passes[next(iter(self._passes))]
         self.number = next(_numbers)
-        self.is_open = True
+        self._is_open = True
         self._last = self._passes[self.number] = _Pass()
 
     def end_pass(self) -> None:
         """Note that the root's forward has ended."""
-        self.is_open = False
+        self._is_open = False
 
     def add(self, group: int) -> None:
         """Note that a forward of the group has ended that may have a backward."""
@@ -329,7 +324,7 @@ class PendingBackwards:
     def end_backward(self) -> None:
         """Drop the passes that backward reached, at the end of the engine's run."""
         for number in self._reached:
-            if number != self.number or not self.is_open:
+            if number != self.number or not self._is_open:
                 self._passes.pop(number, None)
         for group, inside in self._inside.items():
             for number in inside:
@@ -339,7 +334,7 @@ class PendingBackwards:
 
     def clear(self) -> None:
         """Drop all passes."""
-        self.is_open = False
+        self._is_open = False
         self._last = _Pass()
         self._passes.clear()
         self._reached.clear()
@@ -545,6 +540,9 @@ class UnshardSchedule:
     Attributes:
         options: Options that users chose.
         states: Records of the groups; only the schedule changes their memory.
+        visited: Groups of several modules that forwards have left, and after which no other group
+            was entered. They keep their memory: ranks may run different modules of them, so no rank
+            may decide by which modules have run.
     """
 
     def __init__(self, *, nbytes: Sequence[int] = (), is_idle: bool = False) -> None:
@@ -553,6 +551,7 @@ class UnshardSchedule:
         self._nbytes = nbytes
         self._is_idle = is_idle
         self.states = _States()
+        self.visited: set[int] = set()
         self._live: dict[int, GroupState] = {}
         self._ahead: set[int] = set()  # Live groups that are prefetched and not used so far.
         # Groups that this rank freed in this backward before other ranks may do so. Decisions count
@@ -631,12 +630,17 @@ class UnshardSchedule:
         self._order.begin_pass(root)
         for state in self.states.values():
             state.begin_pass()
+        self.visited.clear()
         self._pending.begin_pass(has_changed=has_changed)
+
+    def visits_before(self, group: int) -> list[int]:
+        """Return the groups in `visited` that are done when a forward enters this group."""
+        return [n for n in self.visited if n != group and not self.states[n].num_forwards]
 
     def enter_forward(self, group: int) -> list[Action]:
         """Enter a group's forward: gather the group if need be, then the one expected next."""
         state = self.states[group]
-        actions = self._use(state)
+        actions = (self._end_visits(group) if self.visited else []) + self._use(state)
         state.num_forwards += 1
         if self._is_idle:
             return actions
@@ -647,6 +651,14 @@ class UnshardSchedule:
             return actions + self._prefetch(following)
         return actions
 
+    def _end_visits(self, group: int) -> list[Action]:
+        """Free groups of several modules, as if their forward had ended now."""
+        ended = self.visits_before(group)
+        for number in ended:
+            self.states[number].awaits_other_modules = False
+        self.visited.difference_update(ended, (group,))
+        return self._trim_spare() if ended else []
+
     def exit_forward(
         self,
         group: int,
@@ -654,9 +666,10 @@ class UnshardSchedule:
         needs_backward: bool,
         is_watched: bool = True,
         reports_exit: bool = True,
-        is_unfinished: bool = False,
     ) -> list[Action]:
         """Leave a group's forward; its memory is freed unless it is kept or the last one.
+
+        A group of several modules keeps it until a forward enters another group.
 
         Args:
             group: The group.
@@ -664,13 +677,13 @@ class UnshardSchedule:
             is_watched: Whether every backward of it is reported. If not, the memory is kept for the
                 others.
             reports_exit: Whether its backward reports that it is done with the group.
-            is_unfinished: Whether other modules of the group have not run in this pass; the memory
-                is kept for them.
         """
         state = self.states[group]
         state.leave_forward()
         state.has_unseen_backward |= not is_watched
-        state.awaits_other_modules = is_unfinished
+        if group in self.options.several_modules:
+            state.awaits_other_modules = True
+            self.visited.add(group)
         if needs_backward:
             self._pending.add(group)
             state.has_unreported_exit |= not reports_exit
@@ -684,6 +697,7 @@ class UnshardSchedule:
         self._pending.end_pass()
         for state in self.states.values():
             state.end_pass()
+        self.visited.clear()
         if self._hold:
             return []
         doomed = [s for s in self._spare() if not needs_backward or s.memory is Memory.PREFETCHED]
@@ -698,7 +712,10 @@ class UnshardSchedule:
 
     def exit_recompute(self, group: int) -> list[Action]:
         """Leave the repeated forward; usually its backward follows at once."""
-        self.states[group].in_recompute = False
+        state = self.states[group]
+        state.in_recompute = False
+        state.awaits_other_modules = group in self.options.several_modules
+        state.num_recomputed += not self._pending.awaits(group)
         return self._trim_spare()
 
     # --- backward ---
@@ -756,6 +773,8 @@ class UnshardSchedule:
         if is_late:
             before += itertools.islice(self._before(group, in_pass), _MAX_BATCH)
         self._pending.remove(group, in_pass)
+        if in_pass is None and state.num_recomputed:
+            state.num_recomputed -= 1
         if self._is_idle and group not in self.options.several_modules:
             return []
         return self._leave_backward(state, in_pass, is_last=is_last) + self._prefetch(before)
@@ -781,8 +800,9 @@ class UnshardSchedule:
         group = state.number
         if self._hold or state.num_forwards or state.is_lent:
             return []
-        has_modules = group in self.options.several_modules
-        state.awaits_other_modules = has_modules and self._pending.awaits(group, in_pass)
+        state.awaits_other_modules = group in self.options.several_modules and (
+            state.num_recomputed > 0 or self._pending.awaits(group, in_pass)
+        )
         if state.awaits_other_modules or group not in self._live:
             return []
         if not is_last and self._pending.awaits(group):
@@ -800,7 +820,7 @@ class UnshardSchedule:
         self._pending.end_backward()
         self._early.clear()
         for state in self.states.values():
-            state.end_backward(in_pass=self._pending.is_open)
+            state.end_backward()
             if state.has_unreported_exit:
                 state.is_retained = is_retained
                 state.has_unreported_exit = is_retained or self._pending.awaits(state.number)
@@ -839,12 +859,14 @@ class UnshardSchedule:
         """Give a group's memory back for the user."""
         state = self.states[group]
         state.release()
+        self.visited.discard(group)
         return self._free_all([state]) if group in self._live else []
 
     def reset(self) -> list[Action]:
         """Drop all state after an exception, and free all memory."""
         actions = self._free_all(list(self._live.values()))
         self.states.clear()
+        self.visited.clear()
         self._early.clear()
         self._pending.clear()
         self._order.clear()

@@ -216,13 +216,13 @@ class Backward:
         record.active = True
         record.run = group.grad_hooks.run = torch_autograd.current_run()
         self._reductions.order.reach(group.index)
-        is_first = not self._inside[group.index]
+        is_inside = bool(self._inside[group.index])
         self._inside[group.index].append(record)
         state = self._schedule.states[group.index]
         reports_exit = record.input_grads is not None
         state.num_watched += reports_exit
         hooks = group.grad_hooks
-        if is_first and not hooks.at_once and (
+        if not (is_inside or hooks.at_once) and (
             watch_settings.check_gradients
             or hooks.has_user_hooks
             or not group.gradients.is_local  # A hook on reduced buffers was set.
@@ -280,7 +280,8 @@ class Backward:
         # gradients at all, as ``autograd.grad`` does: then nothing is reduced.
         if state.is_complete or not group.is_trainable or not self._any_fired:
             return
-        if is_last or (in_own_run and not self._schedule.awaits_backward(group.index)):
+        comes_later = state.awaits_other_modules or self._schedule.awaits_backward(group.index)
+        if is_last or (in_own_run and not comes_later):
             self._complete(group)
 
     def _comes_again(self, group: ParamGroup) -> bool:
@@ -388,7 +389,7 @@ class Backward:
         self._gathers.carry_out(actions)
         self._reductions.order.keep(self._schedule.awaited)
         for group in self._groups:
-            if not self._makes_graph and not self._schedule.stays_shown(group.index):
+            if not self._makes_graph and not self._schedule.in_use(group.index):
                 group.show(unsharded=False)
             if group.kept_axes and not self._schedule.awaits_backward(group.index):
                 for store in group.gathered:

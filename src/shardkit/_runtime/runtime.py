@@ -405,13 +405,13 @@ class Runtime:
     def end_pass(self, *, needs_backward: bool, is_functional: bool = False) -> None:
         """End the root's forward; in a `functional_call` put back what modules held."""
         for group in self.groups:
-            is_unfinished = self.schedule.states[group.index].awaits_other_modules
-            if is_unfinished:
+            is_visited = group.index in self.schedule.visited
+            if is_visited:
                 self._look_at_changes(group)
             if is_functional:
                 group.end_functional_call(is_live=self.schedule.has_memory(group.index))
                 continue
-            if is_unfinished or self.schedule.in_forward(group.index):
+            if is_visited or self.schedule.in_forward(group.index):
                 group.show(unsharded=False)  # Or the root has caught the exception of its forward.
             for bucket in group.buckets:
                 bucket.sites.was_visible = None
@@ -426,6 +426,10 @@ class Runtime:
         if group.gets_only_given and not self.schedule.in_forward(group.index):
             group.show(unsharded=True)
             return None
+        if self.schedule.visited:
+            for index in self.schedule.visits_before(group.index):
+                self._look_at_changes(self.groups[index])
+                self.groups[index].show(unsharded=False)
         if group.is_stale:
             self.gathers.refresh(group)
         state = self.schedule.states[group.index]
@@ -462,8 +466,8 @@ class Runtime:
             return
         if _events.observer is not None:
             _events.observer.end("compute", group.number)
-        is_unfinished = len(group.modules) > 1 and self._is_unfinished(group, module)
-        if not is_unfinished:
+        has_several = len(group.modules) > 1
+        if not has_several:
             self._look_at_changes(group)
         in_transform = torch_tensors.in_function_transform()
         if is_given or in_transform:
@@ -488,26 +492,19 @@ class Runtime:
             needs_backward=needs_backward,
             is_watched=is_watched,
             reports_exit=record is not None and record.input_grads is not None,
-            is_unfinished=is_unfinished,
         )
         is_kept = needs_backward and group.index in self.schedule.options.no_reshard_after_forward
         if not self.schedule.in_forward(group.index):
-            if is_kept or is_unfinished or self.schedule.states[group.index].is_lent:
+            if is_kept or has_several or self.schedule.states[group.index].is_lent:
                 group.return_given()
             else:
                 group.show(unsharded=False)
         self.gathers.carry_out(actions)
 
-    def _is_unfinished(self, group: ParamGroup, module: nn.Module) -> bool:
-        """Note that a module of the group ran; return whether others have not run in this pass."""
-        modules_run = self.schedule.states[group.index].modules_run
-        modules_run.add(id(module))
-        return len(modules_run) < len(group.modules)
-
     def _look_at_changes(self, group: ParamGroup) -> None:
         """Keep what forwards have written to unsharded parameters; refuse to freeze them there.
 
-        If a group has several modules, this reads all their parameters once, after the last module.
+        If a group has several modules, this reads all their parameters once, not after each module.
         """
         group.check_trainability()
         if group.was_written:

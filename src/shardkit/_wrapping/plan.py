@@ -585,13 +585,7 @@ class _Rehearsal:
             self._left.append(functools.partial(self._schedule.enter_backward, index))
         else:
             del self._left[entered - 1]  # No backward reaches this group.
-        self._do(
-            self._schedule.exit_forward(
-                index,
-                needs_backward=self._has_trainable,
-                is_unfinished=self._run[index] < len(modules),
-            )
-        )
+        self._do(self._schedule.exit_forward(index, needs_backward=self._has_trainable))
 
 
 # --- the plan -------------------------------------------------------------------------------------

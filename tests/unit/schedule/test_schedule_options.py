@@ -117,18 +117,34 @@ def test_backward_does_not_gather_an_idle_group() -> None:
     assert 2 not in schedule.live
 
 
-def test_an_unfinished_group_stays_until_the_pass_ends() -> None:
+def test_a_group_of_several_modules_stays_until_another_is_entered() -> None:
     schedule = trained()
+    schedule.options.several_modules = {1}
     schedule.begin_pass()
     schedule.enter_forward(0)
-    schedule.enter_forward(1)
-    schedule.exit_forward(1, needs_backward=False, is_unfinished=True)
-    for group in (2, 3):
-        schedule.enter_forward(group)
-        schedule.exit_forward(group, needs_backward=False)
-    assert 1 in schedule.live
+    for _ in range(3):  # Its modules; other ranks may run more of them, or fewer.
+        schedule.enter_forward(1)
+        assert schedule.exit_forward(1, needs_backward=False) == []
+        assert 1 in schedule.live
+    assert "free 1" in line("2", schedule.enter_forward(2))
+    schedule.exit_forward(2, needs_backward=False)
+    assert "gather 1" in line("again", schedule.enter_forward(1))
+    schedule.exit_forward(1, needs_backward=False)
     schedule.exit_forward(0, needs_backward=False)
     assert "free 1" in line("end", schedule.end_pass(needs_backward=False))
+
+
+def test_a_group_of_several_modules_stays_while_a_group_in_it_is_entered() -> None:
+    schedule = trained()
+    schedule.options.several_modules = {1}
+    schedule.begin_pass()
+    for inner in (2, 3):
+        schedule.enter_forward(1)
+        schedule.enter_forward(inner)
+        schedule.exit_forward(inner, needs_backward=False)
+        assert 1 in schedule.live
+        schedule.exit_forward(1, needs_backward=False)
+        assert 1 in schedule.live
 
 
 def test_each_root_remembers_what_came_next_in_its_own_passes() -> None:
