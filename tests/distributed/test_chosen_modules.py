@@ -93,7 +93,9 @@ def test_gradients_are_those_of_all_ranks(choice: str, recompute: str | None) ->
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "not reentrant"])
-@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reshard_after_forward": 1}])
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": False}, {"reshard_after_forward": 1}]
+)
 @on_ranks(2)
 def test_with_other_options(recompute: str | None, options: dict[str, typing.Any]) -> None:
     found = train("all the second time", recompute, options)

@@ -31,6 +31,10 @@ class Clamped(nn.Linear):
         return super().forward(x).tanh()
 
 
+def nothing(model: Chosen, x: Tensor) -> None:
+    del model, x
+
+
 class Chosen(nn.Module):
     """A model that runs the chosen layers, with a call of `between` after each."""
 
@@ -38,7 +42,7 @@ class Chosen(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Clamped(WIDTH, WIDTH) for _ in range(3))
         self.chosen = [0, 2]
-        self.between: Callable[[Chosen, Tensor], None] = lambda model, x: None
+        self.between: Callable[[Chosen, Tensor], None] = nothing
 
     def forward(self, x: Tensor) -> Tensor:
         for number in self.chosen:
@@ -70,10 +74,6 @@ def train_with(between: Callable[[Chosen, Tensor], None], **options: typing.Any)
             optimizer.zero_grad()
     differences.note_parameters(model, plain)
     return differences
-
-
-def nothing(model: Chosen, x: Tensor) -> None:
-    del model, x
 
 
 def own_loss(model: Chosen, x: Tensor) -> None:

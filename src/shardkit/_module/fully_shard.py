@@ -170,9 +170,10 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
 
     Args:
         module: Module with a forward and its parameters on the mesh's device. Or a list of modules:
-            they form one group, which is gathered when the first of them runs and freed when all
-            have run, or the root's forward ends. A list suits small modules, and experts that ranks
-            choose among. If no sharded module is around them, each of them runs as a root.
+            they form one group, which is gathered when one of them runs, and freed when a module of
+            another group runs, or the root's forward ends. A list suits small modules that run one
+            after the other, and experts that ranks choose among. If no sharded module is around
+            them, each of them runs as a root.
         mesh: Mesh of shardkit or of torch. 1-D: shard over it. 2-D: replicate over the first axis,
             shard over the second (hybrid sharding). None: all ranks, 1-D.
         mp_policy: Dtypes of compute, communication and outputs. FSDP2's policy works as well.

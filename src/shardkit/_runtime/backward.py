@@ -280,8 +280,12 @@ class Backward:
         # gradients at all, as ``autograd.grad`` does: then nothing is reduced.
         if state.is_complete or not group.is_trainable or not self._any_fired:
             return
-        comes_later = state.awaits_other_modules or self._schedule.awaits_backward(group.index)
-        if is_last or (in_own_run and not comes_later):
+        comes_later = not is_last and (
+            not in_own_run
+            or state.awaits_other_modules
+            or self._schedule.awaits_backward(group.index)
+        )
+        if not comes_later:
             self._complete(group)
 
     def _comes_again(self, group: ParamGroup) -> bool:

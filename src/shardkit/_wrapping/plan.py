@@ -579,7 +579,7 @@ class _Rehearsal:
             self._forward(child, seen)
         if index is None:
             return
-        group, modules = self._groups[index]
+        group, _ = self._groups[index]
         self._has_trainable |= bool(group.send_nbytes)
         if self._has_trainable:
             self._left.append(functools.partial(self._schedule.enter_backward, index))
