@@ -29,7 +29,7 @@ from reference import (
     shard,
     step_all,
 )
-from shardkit import MixedPrecisionPolicy
+from shardkit import MixedPrecisionPolicy, fully_shard
 from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
@@ -109,6 +109,40 @@ def test_frozen_parameters_take_no_room_in_gradient_buffers(spawn: Spawn) -> Non
     for buffers, trained in spawn(bytes_to_reduce, 2):
         padding = 2 * 16 * 8
         assert 0 < buffers <= trained * 1.5 + padding
+
+
+class Prompted(nn.Module):
+    """What is trained first goes through a frozen layer, and then through a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(3, 4))
+        self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self) -> Tensor:
+        self.inner = self.prompt * 1
+        if not self.inner.requires_grad:
+            self.inner.requires_grad_()
+        return self.head(self.frozen(self.inner)).sum()
+
+
+@pytest.mark.parametrize("what", ["an ignored parameter", "a tensor of its own"])
+@on_ranks(2)
+def test_backward_goes_on_through_frozen_layers_after_the_last_gradient(what: str) -> None:
+    torch.manual_seed(0)
+    plain = Prompted()
+    plain.prompt.requires_grad_(what == "an ignored parameter")
+    model = copy.deepcopy(plain)
+    ignored = {model.prompt} if model.prompt.requires_grad else set()
+    fully_shard(model, mesh=make_mesh((2,)), ignored_params=ignored)
+    for _ in range(2):
+        for each in (model, plain):
+            each.zero_grad()
+            each().backward()
+        first = "prompt" if model.prompt.requires_grad else "inner"
+        assert torch.equal(getattr(model, first).grad, getattr(plain, first).grad)
+        assert model.memory_stats()["unsharded_nbytes"] == 0
 
 
 # --- frozen and thawed later ----------------------------------------------------------------------

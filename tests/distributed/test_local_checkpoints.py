@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from checkpoints import Outcome, assert_same, leaves, train_on_shares, whole_state
+from checkpoints import Outcome, assert_same, leaves, train_on_shares, whole, whole_state
 from models import CASES
 from reference import make_mesh, shard
-from shardkit import MixedPrecisionPolicy, ShardedTensor, checkpoint
+from shardkit import MixedPrecisionPolicy, ShardedTensor, checkpoint, fully_shard
 from shardkit.optim import LocalOptimizer
 from workers import on_ranks
 
@@ -206,3 +206,24 @@ def hold_state_once() -> tuple[int, int]:
 def test_shown_state_is_a_view(spawn: Spawn) -> None:
     for shown, held in spawn(hold_state_once, 2):
         assert held < shown / 2
+
+
+@on_ranks(2)
+def test_entries_may_be_in_another_order_for_each_parameter() -> None:
+    """So it is in checkpoints of several ranks. Ranks cut the third parameter, where a run ends."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 9)), mesh=make_mesh((2,)))
+    optimizers = [LocalOptimizer(model.parameters(), torch.optim.AdamW) for _ in range(2)]
+    model(torch.ones(1, 4)).sum().backward()
+    optimizers[0].step()
+    state: typing.Any = whole(optimizers[0].state_dict())
+    entries = state["state"][2]
+    for key in sorted(entries, reverse=True):
+        entries[key] = entries.pop(key)
+    optimizers[1].load_state_dict(state)
+    for optimizer in optimizers:
+        optimizer.step()
+    found, expected = [
+        checkpoint.gather_optimizer_state(model, optimizer, rank0_only=False)["state"]
+        for optimizer in optimizers[::-1]
+    ]
+    assert_same(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import typing
@@ -43,6 +44,48 @@ def test_dropped_models_leave_no_threads_and_no_modules(spawn: Spawn) -> None:
     for threads, modules in spawn(train_and_drop, 2, 4):
         assert threads <= 0
         assert modules == 0
+
+
+class Interrupted(nn.Module):
+    """A layer that takes a list, and whose forward ctrl-C may end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.stops = False
+
+    def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        if self.stops:
+            raise KeyboardInterrupt
+        return inputs[0] * self.weight
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = fully_shard(Interrupted())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer([x])
+
+
+def interrupt_forwards() -> int:
+    """Return how many inputs of forwards that ctrl-C has ended are left."""
+    model = fully_shard(Root())
+    inputs = []
+    for stops in (True, True, False):
+        model.layer.stops = stops
+        x = torch.ones(4, requires_grad=True)
+        inputs.append(weakref.ref(x))
+        with contextlib.suppress(KeyboardInterrupt):
+            model(x)
+        del x
+    gc.collect()
+    return sum(reference() is not None for reference in inputs)
+
+
+def test_interrupted_forwards_leave_no_inputs(spawn: Spawn) -> None:
+    assert spawn(interrupt_forwards, 2) == [0, 0]
 
 
 def shard_in_new_worlds(num_worlds: int) -> list[tuple[int, int]]:

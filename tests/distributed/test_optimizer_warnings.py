@@ -75,6 +75,26 @@ def test_what_is_right_or_meant_is_not_warned_of(spawn: Spawn, world_size: int, 
     ]
 
 
+def warnings_of_optimizers_of_parts() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, mesh=make_mesh((2,)))
+    fully_shard(model)
+    model[1].requires_grad_(requires_grad=False)
+    optimizers = [torch.optim.AdamW(layer.parameters()) for layer in model]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(1, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [str(each.message) for each in caught]
+
+
+def test_an_optimizer_of_frozen_layers_is_not_warned_of(spawn: Spawn) -> None:
+    assert spawn(warnings_of_optimizers_of_parts, 2) == [[], []]
+
+
 def warnings_of_a_copy_with_ignored_parameters() -> list[str]:
     torch.manual_seed(0)
     model = CASE.make()

@@ -214,6 +214,31 @@ def test_two_ranks(spawn: Spawn, layout: Layout) -> None:
     spawn(compare_training, 2, layout)
 
 
+@on_ranks(4)
+def test_a_norm_has_the_same_bits_on_all_ranks() -> None:
+    """Clipping would part replicas else: here the experts lie across the axis of replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(8))).double()
+    torch.manual_seed(mesh["shard"].get_local_rank())
+    experts = {id(p) for layer in model[1::2] for p in layer.parameters()}
+    for param in model[1::2].parameters():
+        nn.init.normal_(param)
+    fully_shard(
+        model,
+        mesh=mesh,
+        shard_placement_fn=lambda p: mesh["replicate"] if id(p) in experts else None,
+    )
+    torch.manual_seed(dist.get_rank())
+    for _ in range(20):
+        model(torch.randn(2, 5).double()).sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        model.zero_grad()
+        found = [torch.zeros_like(norm) for _ in range(4)]
+        dist.all_gather(found, norm)
+        assert len(set(map(float, found))) == 1, found
+
+
 # --- what a group does ---------------------------------------------------------------------------
 
 

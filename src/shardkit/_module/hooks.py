@@ -254,7 +254,9 @@ class ModuleState:
         is_root = False
         if runtime is not None and not is_recompute and self._starts_pass(runtime):
             is_root = True
-            self._open.clear()
+            # Ctrl-C ends a pass without hooks.
+            for each in [self] if runtime.pass_root is None else _contents_of(self.module)[1]:
+                each._open.clear()  # noqa: SLF001 - own class
             if self._num_known:
                 self._follow_changes()
                 runtime = self.runtime or runtime

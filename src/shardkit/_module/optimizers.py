@@ -236,9 +236,11 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         _warn_of_copies(params)
     elif not has_closure:
         _warn_of_unsynced(optimizer)
-        entries = (e for group in _groups for bucket in group.buckets for e in bucket.entries)
-        name = next((entry.name for entry in entries if entry.param.grad is not None), None)
-        if name is not None:
+        found = [(e, g.listener) for g in _groups for bucket in g.buckets for e in bucket.entries]
+        trained = {root: e.name for e, root in found if e.param.grad is not None}
+        held = set(map(id, params))
+        if trained and not any(id(e.param) in held and root in trained for e, root in found):
+            name = next(iter(trained.values()))
             _looked_at[optimizer] = number
             warn_user(
                 f"none of this optimizer's {len(params)} parameters has a gradient, but {name!r} "

@@ -345,8 +345,10 @@ class Backward:
         if not is_last or is_layer or self._comes_again(group):
             return
         records = self._inside[group.index]
-        if records and group.is_innermost:
-            # Nothing before these parameters requires a gradient, so backward is done with them.
+        none_is_frozen = state.num_expected == group.num_params
+        if records and group.is_innermost and none_is_frozen:
+            # All uses of these parameters are over. Those of a frozen one may still come, if a
+            # tensor from elsewhere (an ignored parameter) went through it.
             in_pass = records[-1].in_pass
             self._close_records(group.index)
             state.num_watched = 0

@@ -76,6 +76,7 @@ class ParamGroup:
         modules: Modules that were given to `fully_shard`, one or a list.
         name: Names of the modules, for errors.
         buckets: Buckets of all parameters.
+        num_params: Number of parameters.
         gradients: Gradients of the trainable buckets.
         grad_hooks: Hooks that bring the gradients.
         mesh: Mesh of the call. Each bucket's plan has the bucket's own mesh.
@@ -136,6 +137,7 @@ class ParamGroup:
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Set the buckets, and the objects that reduce their gradients."""
         self.buckets = buckets
+        self.num_params = sum(len(bucket.entries) for bucket in buckets)
         for bucket in buckets:
             bucket.group = weakref.ref(self)
         self.axes = tuple(dict.fromkeys(axis for b in buckets for axis in b.plan.axes))

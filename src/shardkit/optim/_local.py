@@ -552,7 +552,9 @@ class LocalOptimizer(DelegatingOptimizer):
                 return torch.zeros(1, dtype=first.dtype, device=run.tensor.device)
             return run.join(values, None)
 
-        names = [name for name in saved[0] if name != MASTER]
+        # Sorted, because runs begin with other parameters on other ranks. In the order of the first
+        # one, ranks would show a parameter's entries in different orders, and gather them mixed.
+        names = sorted((name for name in saved[0] if name != MASTER), key=repr)
         shown = {name: joined(name, [entries[name] for entries in saved]) for name in names}
         if not shown:
             return {}  # Only a master, as with SGD without momentum.

@@ -364,8 +364,9 @@ def part_sums(tensors: Sequence[Tensor]) -> dict[tuple[Axis, ...], list[int]]:
 def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
     """Count parts of all ranks on each rank, in place, so that all get the same norm of all.
 
-    The sum of all parts is shared among the parts of this rank, or goes to the first tensor if it
-    has none. The number of parts with a gradient may differ between ranks.
+    The first part of this rank gets the sum of all parts, and its other parts get zero; if it has
+    none, the first tensor gets the sum as well. Shares would not add up to the same bits on all
+    ranks. The number of parts with a gradient may differ between ranks.
     """
     is_extreme = abs(order) == _INF
     for axes, indices in part_sums(tensors).items():
@@ -376,7 +377,6 @@ def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
             total = total.amax(0, keepdim=True) if order > 0 else total.amin(0, keepdim=True)
         else:
             total = own.sum(0, keepdim=True)
-        before = total.clone()
         for axis in axes:
             _reduce_norms(total, axis, order)
         if is_extreme:
@@ -384,8 +384,8 @@ def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
             for i in indices or [0]:
                 norms[i] = choose(norms[i], total[0])
         elif indices:
-            shares = torch.where(before > 0, own / before, 1.0 / len(indices))
-            torch_tensors.foreach_copy([norms[i] for i in indices], (shares * total).unbind())
+            values = [total[0], *[torch.zeros_like(total[0])] * (len(indices) - 1)]
+            torch_tensors.foreach_copy([norms[i] for i in indices], values)
         else:
             norms[0] += total[0]
 
