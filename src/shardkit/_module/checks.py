@@ -26,7 +26,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardkit._mesh import DeviceMesh
 
@@ -208,6 +208,19 @@ def find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterato
             item = found.setdefault(id(held.param), ParamEntry(held.name, held.param, []))
             item.sites.append((held.module, held.attribute))
     yield from found.values()
+
+
+def check_initialized(found: Iterable[ParamEntry]) -> None:
+    """Refuse parameters of lazy modules, whose shapes only a forward can tell."""
+    for item in found:
+        if nn.parameter.is_lazy(item.param):
+            module, attribute = item.sites[0]
+            msg = (
+                f"parameter {item.name!r} has no shape yet: {own_class(module).__name__} makes its "
+                f"{attribute} in its first forward. Run the model once, on a batch of the right "
+                f"shape and with one seed on all ranks, before it is sharded."
+            )
+            raise WrapError(msg)
 
 
 _taken_memory: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[int, tuple[int, str]]] = (

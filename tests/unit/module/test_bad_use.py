@@ -17,6 +17,7 @@ from shardkit import (
     ShardedTensorError,
     StateError,
     WrapError,
+    auto_shard,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -74,6 +75,29 @@ def test_containers_that_are_not_called(container: nn.Module, message: str) -> N
     with pytest.raises(WrapError, match=message):
         fully_shard(container, mesh)
     assert type(container) is before
+
+
+@pytest.mark.parametrize("by", ["root", "layer", "auto_shard"])
+def test_lazy_modules_before_their_first_forward(by: str) -> None:
+    mesh, _ = recording_mesh((4,))
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+    calls = {
+        "root": lambda: fully_shard(model, mesh),
+        "layer": lambda: fully_shard(model[0], mesh),
+        "auto_shard": lambda: auto_shard(model, 4, apply=False),
+    }
+    name = "weight" if by == "layer" else "0.weight"
+    with pytest.raises(WrapError, match=f"'{name}' has no shape yet: LazyLinear .* Run the model"):
+        calls[by]()
+    assert type(model) is nn.Sequential
+    model(torch.ones(2, 4))
+    assert trains(fully_shard(model, mesh))
+
+
+def test_ignored_parameters_of_lazy_modules() -> None:
+    mesh, _ = recording_mesh((4,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    assert trains(fully_shard(model, mesh, ignored_params=set(model[1].parameters())))
 
 
 # --- in which order -----------------------------------------------------------------------------
