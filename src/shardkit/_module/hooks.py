@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules, torch_tensors
+from shardkit._errors import StateError
 from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
 from shardkit._params.subclass_store import refuse_hooks_of_piece
@@ -145,6 +146,7 @@ class ModuleState:
         if not groups:
             return None
         refuse_summoned(groups, "a forward, or unshard(), was called")
+        _refuse_export()
         awaited = self._gone_and_awaited(groups)
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
@@ -259,6 +261,7 @@ class ModuleState:
                 self._follow_changes()
                 runtime = self.runtime or runtime
             refuse_summoned(runtime.groups, "a forward was called")
+            _refuse_export()
             if not self._has_values:
                 self._check_has_values(runtime.groups)
             runtime.begin_pass(self)
@@ -531,3 +534,13 @@ def _modules_in(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a function that casts floating-point tensors."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _refuse_export() -> None:
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        msg = (
+            "a sharded model cannot be exported or traced, because it gathers its parameters while "
+            "it runs. Export a plain model: make one, and load the file that "
+            "shardkit.checkpoint.save_full(path, model) writes."
+        )
+        raise StateError(msg)

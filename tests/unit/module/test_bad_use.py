@@ -348,6 +348,24 @@ def test_a_placement_of_a_dim_that_is_not_there() -> None:
         fully_shard(model, mesh, shard_placement_fn=lambda _: Shard(1))
 
 
+# --- exports ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_unsharded", [False, True])
+@pytest.mark.parametrize("by", [torch.export.export, torch.jit.trace])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_sharded_model_is_not_exported(
+    by: Callable[..., typing.Any], *, is_unsharded: bool
+) -> None:
+    model, _ = sharded_model()
+    if is_unsharded:
+        for module in (model, model[0], model[2]):
+            module.unshard()
+    with pytest.raises(StateError, match=r"cannot be exported.*save_full\(path, model\)"):
+        by(model, (torch.ones(2, 4),))
+    assert trains(model)
+
+
 # --- inside a forward ---------------------------------------------------------------------------
 
 
