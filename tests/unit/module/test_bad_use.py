@@ -10,6 +10,7 @@ import pytest
 import torch
 from recorded import Recorded
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 from recording import recording_mesh
@@ -346,6 +347,26 @@ def test_a_placement_of_a_dim_that_is_not_there() -> None:
     model, mesh = make_model()
     with pytest.raises(WrapError, match=r"Shard\(dim=1\) for '0.bias'.*has no dim 1"):
         fully_shard(model, mesh, shard_placement_fn=lambda _: Shard(1))
+
+
+# --- hooks --------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_awaits_the_gradients_of_several_parameters() -> None:
+    """Torch would call it for the sharded parameters themselves, which no forward uses."""
+    model, mesh = make_model()
+    handle = register_multi_grad_hook(list(model.parameters()), lambda _: None)
+    why = "weight' cannot have a hook of register_multi_grad_hook.*on each parameter"
+    with pytest.raises(WrapError, match=f"'0.{why}"):
+        fully_shard(model, mesh)
+    handle.remove()
+    fully_shard(model, mesh)
+    with pytest.raises(ShardedTensorError, match=f"'0.{why}"):
+        register_multi_grad_hook(list(model.parameters()), lambda _: None)
+    seen: list[Tensor] = []
+    register_multi_grad_hook(list(model.parameters()), seen.append, mode="any")
+    assert trains(model)
+    assert len(seen) == 1
 
 
 # --- exports ------------------------------------------------------------------------------------
