@@ -189,7 +189,10 @@ class FSDPModule(_Base):
             runtime.tidy_up()
         module: Any = self
         named = own_class(self).named_parameters(module, *args, **kwargs)
-        if runtime is None or runtime.is_in_pass:
+        if runtime is None or (
+            (runtime.pass_root is not None or runtime.backward.is_running)
+            and not runtime.is_of_other_thread
+        ):
             return named
         # Nearly always the parameters are sharded, and `settled` is not called.
         return ((n, p if isinstance(p, ShardedTensor) else settled(p)) for n, p in named)

@@ -146,7 +146,6 @@ class ModuleState:
         if not groups:
             return None
         refuse_summoned(groups, "a forward, or unshard(), was called")
-        _refuse_export()
         awaited = self._gone_and_awaited(groups)
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
@@ -250,6 +249,10 @@ class ModuleState:
     def _enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: Undo
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if (self.runtime is None or self.runtime.pass_root is None) and (
+            torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        ):
+            _refuse_export()
         runtime = self.runtime or self.make_runtime()
         policy = self.policy
         is_recompute = runtime is not None and torch_autograd.in_backward()
@@ -261,7 +264,6 @@ class ModuleState:
                 self._follow_changes()
                 runtime = self.runtime or runtime
             refuse_summoned(runtime.groups, "a forward was called")
-            _refuse_export()
             if not self._has_values:
                 self._check_has_values(runtime.groups)
             runtime.begin_pass(self)
@@ -537,10 +539,9 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _refuse_export() -> None:
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-        msg = (
-            "a sharded model cannot be exported or traced, because it gathers its parameters while "
-            "it runs. Export a plain model: make one, and load the file that "
-            "shardkit.checkpoint.save_full(path, model) writes."
-        )
-        raise StateError(msg)
+    msg = (
+        "a sharded model cannot be exported or traced, because it gathers its parameters while it "
+        "runs. Export a plain model: make one, and load the file that "
+        "shardkit.checkpoint.save_full(path, model) writes."
+    )
+    raise StateError(msg)

@@ -545,13 +545,7 @@ class Runtime:
             self._interrupted = True
 
     @property
-    def is_in_pass(self) -> bool:
-        """Whether the calling thread is in a forward or backward of the root."""
-        is_running = self.pass_root is not None or self.backward.is_running
-        return is_running and not self._is_of_other_thread
-
-    @property
-    def _is_of_other_thread(self) -> bool:
+    def is_of_other_thread(self) -> bool:
         """Whether another thread trains, in whose passes the calling one has no part."""
         return self._thread != threading.get_ident() and not torch_autograd.in_backward()
 
@@ -561,9 +555,8 @@ class Runtime:
         A thread that only looks at the parameters cannot tell a backward that runs from one that
         has ended in an exception, so the thread that trains does it.
         """
-        if self._is_of_other_thread:
-            return
-        if self._interrupted or (self.backward.is_running and not torch_autograd.in_backward()):
+        is_over = self.backward.is_running and not torch_autograd.in_backward()
+        if (self._interrupted or is_over) and not self.is_of_other_thread:
             self.reset()
 
     # --- forward inside backward ---
