@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from models import CASES
 from reference import Differences, assert_within, full, make_mesh, rank_batch, shard
@@ -85,6 +86,21 @@ def test_backward_for_all_parameters(spawn: Spawn, *, reshard_after_forward: boo
     options = {"reshard_after_forward": reshard_after_forward}
     by_rank = spawn(some_accumulate, 2, (2,), "before", names, options)
     assert_within(by_rank, grad=TOLERANCE)
+
+
+@on_ranks(2)
+def test_edges_of_the_graph_stand_for_their_parameters() -> None:
+    model, plain = models()
+    differences = Differences()
+    edges = [get_gradient_edge(param) for param in model.parameters()]
+    loss_of(model, 0).backward(inputs=edges)
+    mean_loss(plain, 0).backward()
+    differences.note_grads(model, plain)
+    grads = torch.autograd.grad(loss_of(model, 1), edges)
+    wanted = torch.autograd.grad(mean_loss(plain, 1), list(plain.parameters()))
+    for grad, whole in zip(grads, wanted, strict=True):
+        differences.note("grad", full(grad), whole)
+    assert_within([differences], grad=TOLERANCE)
 
 
 # --- autograd.grad --------------------------------------------------------------------------------

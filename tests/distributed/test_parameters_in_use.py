@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import threading
 import typing
 
 import pytest
@@ -22,7 +23,7 @@ from reference import (
     shard,
     step_batches,
 )
-from shardkit import fully_shard
+from shardkit import ShardedTensor, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -250,4 +251,37 @@ def test_parameters_are_frozen_after_a_forward(by: str) -> None:
     differences = Differences()
     differences.note_grads(model, plain)
     assert [param.requires_grad for param in params] == [True, True, False, False]
+    assert_within([differences], grad=1e-12)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@on_ranks(2)
+def test_another_thread_lists_the_parameters_in_a_step(when: str) -> None:
+    """A thread that logs or saves. The step is not over, so it frees nothing."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 3)).double()
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    params, seen = list(model.parameters()), []
+
+    def look(*_: object) -> None:
+        thread = threading.Thread(target=lambda: seen.append(list(model.parameters())))
+        thread.start()
+        thread.join()
+
+    if when == "forward":
+        model[1].register_forward_pre_hook(look)
+    else:
+        model[1].register_full_backward_pre_hook(look)
+    x = torch.ones(2, 3, dtype=torch.double)
+    differences = Differences()
+    for step in range(3):
+        for each in (model, plain):
+            each(x + step).square().sum().backward()
+        differences.note_grads(model, plain)
+    assert len(seen) == 3
+    assert all(isinstance(param, ShardedTensor) for found in seen for param in found)
+    assert all(list(map(id, found)) == list(map(id, params)) for found in seen)
     assert_within([differences], grad=1e-12)

@@ -226,6 +226,14 @@ def share_hooks(tensor: Tensor, hooks: Any) -> None:
     tensor._backward_hooks = hooks
 
 
+def is_of_several_tensors(hook: Any) -> bool:
+    """Whether `torch.autograd.graph.register_multi_grad_hook` made a hook that awaits all tensors.
+
+    Such a hook counts which of the tensors' own nodes the engine will run.
+    """
+    return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>.get_")
+
+
 def has_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
     """Whether users have post-accumulate-grad hooks on any of the parameters."""
     # A list, because a generator takes longer, for each bucket of a step.

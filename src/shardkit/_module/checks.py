@@ -14,7 +14,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from shardkit._compat import torch_fsdp2, torch_modules, torch_tensors
+from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules, torch_tensors
 from shardkit._errors import MeshError, WrapError, warn_user
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state
@@ -22,11 +22,11 @@ from shardkit._params.memory import is_unsharded
 from shardkit._params.sites import ParamEntry
 from shardkit._settings import CPUOffloadPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import refused_grad_dtype
-from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.sharded import ShardedTensor, refused_hook
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardkit._mesh import DeviceMesh
 
@@ -210,6 +210,19 @@ def find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterato
     yield from found.values()
 
 
+def check_initialized(found: Iterable[ParamEntry]) -> None:
+    """Refuse parameters of lazy modules, whose shapes only a forward can tell."""
+    for item in found:
+        if nn.parameter.is_lazy(item.param):
+            module, attribute = item.sites[0]
+            msg = (
+                f"parameter {item.name!r} has no shape yet: {own_class(module).__name__} makes its "
+                f"{attribute} in its first forward. Run the model once, on a batch of the right "
+                f"shape and with one seed on all ranks, before it is sharded."
+            )
+            raise WrapError(msg)
+
+
 _taken_memory: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[int, tuple[int, str]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -290,6 +303,11 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
             inner = tensor_parallel.outside(mesh) if item.is_spmd else tensor_parallel
             inner.check(item.name, param, mesh)
         _check_embeddings(item, mesh)
+        for hook in (torch_autograd.tensor_hooks(param) or {}).values():
+            refusal = refused_hook(hook)
+            if refusal is not None:
+                msg = f"parameter {item.name!r} {refusal}"
+                raise WrapError(msg)
         with torch_tensors.plain_torch_functions():
             grad_dtype = getattr(param, "grad_dtype", None)  # Torch 2.9 has none.
         refusal = refused_grad_dtype(param.dtype, grad_dtype)

@@ -182,14 +182,17 @@ class FSDPModule(_Base):
 
         An optimizer, ``zero_grad()`` and `clip_grad_norm_` need the sharded ones. So they get them
         also after an exception in a step, and between forward and backward of groups that keep
-        their unsharded parameters.
+        their unsharded parameters. A thread that does not train gets them at any time.
         """
         runtime = state_of(self).runtime
         if runtime is not None:
             runtime.tidy_up()
         module: Any = self
         named = own_class(self).named_parameters(module, *args, **kwargs)
-        if runtime is None or runtime.pass_root is not None or runtime.backward.is_running:
+        if runtime is None or (
+            (runtime.pass_root is not None or runtime.backward.is_running)
+            and not runtime.is_of_other_thread
+        ):
             return named
         # Nearly always the parameters are sharded, and `settled` is not called.
         return ((n, p if isinstance(p, ShardedTensor) else settled(p)) for n, p in named)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules, torch_tensors
+from shardkit._errors import StateError
 from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
 from shardkit._params.subclass_store import refuse_hooks_of_piece
@@ -248,6 +249,10 @@ class ModuleState:
     def _enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: Undo
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if (self.runtime is None or self.runtime.pass_root is None) and (
+            torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        ):
+            _refuse_export()
         runtime = self.runtime or self.make_runtime()
         policy = self.policy
         is_recompute = runtime is not None and torch_autograd.in_backward()
@@ -533,3 +538,12 @@ def _modules_in(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a function that casts floating-point tensors."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _refuse_export() -> None:
+    msg = (
+        "a sharded model cannot be exported or traced, because it gathers its parameters while it "
+        "runs. Export a plain model: make one, and load the file that "
+        "shardkit.checkpoint.save_full(path, model) writes."
+    )
+    raise StateError(msg)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from shardkit import _events
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_tensors
@@ -547,7 +548,13 @@ def _refuse_graphs(grads: Iterable[UnshardedGrad]) -> None:
 
 
 def _pair(tensor: Any) -> tuple[Any, Any]:
-    """Return a tensor, and the unsharded parameter that was used in its place, if it has one."""
+    """Return a tensor, and the unsharded parameter that was used in its place, if it has one.
+
+    Users may pass the edge of the graph that ends in a sharded parameter (`get_gradient_edge`).
+    """
+    leaf = getattr(tensor.node, "variable", None) if isinstance(tensor, GradientEdge) else None
+    if isinstance(leaf, ShardedTensor):
+        tensor = leaf
     if isinstance(tensor, ShardedTensor):
         unsharded = tensor.unsharded
         return tensor, unsharded if unsharded is not None and unsharded.requires_grad else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -245,6 +246,7 @@ class Runtime:
             group.listener = self.backward
         self.pass_root: object = None
         self._interrupted = False
+        self._thread = threading.get_ident()  # That of the last pass.
         self.optimizer_event: Event | None = None
         self._memory_axes: list[AxisComm] = []
         self._noted_versions: list[tuple[int, ...]] = [() for _ in self.groups]
@@ -365,6 +367,7 @@ class Runtime:
         self.gathers.follow_writes(self._noted_versions)
         self.used.finish_on_host()  # A wait for the device would stall its queue; do that later.
         self.pass_root = root
+        self._thread = threading.get_ident()
         if _events.observer is not None:
             first = self.groups[0]
             _events.observer.begin_pass("forward", first.name, first.number)
@@ -552,9 +555,19 @@ class Runtime:
             self.pass_root = None
             self._interrupted = True
 
+    @property
+    def is_of_other_thread(self) -> bool:
+        """Whether another thread trains, in whose passes the calling one has no part."""
+        return self._thread != threading.get_ident() and not torch_autograd.in_backward()
+
     def tidy_up(self) -> None:
-        """Clean up after an exception; called when code asks for the parameters."""
-        if self._interrupted or (self.backward.is_running and not torch_autograd.in_backward()):
+        """Clean up after an exception; called when code asks for the parameters.
+
+        A thread that only looks at the parameters cannot tell a backward that runs from one that
+        has ended in an exception, so the thread that trains does it.
+        """
+        is_over = self.backward.is_running and not torch_autograd.in_backward()
+        if (self._interrupted or is_over) and not self.is_of_other_thread:
             self.reset()
 
     # --- forward inside backward ---

@@ -69,6 +69,17 @@ def relay_hooks(param: Tensor, unsharded: nn.Parameter) -> None:
         unsharded.register_hook(functools.partial(_relay, weakref.ref(hooks)))
 
 
+def refused_hook(hook: Any) -> str | None:
+    """Return why a hook on a sharded parameter's gradient would never be called; None: it will."""
+    if not torch_autograd.is_of_several_tensors(hook):
+        return None
+    return (
+        "cannot have a hook of register_multi_grad_hook(mode='all'), which would never be called: "
+        "it awaits parameters that are themselves in the graph, and unsharded ones are there "
+        "instead. Call register_hook, or register_post_accumulate_grad_hook, on each parameter."
+    )
+
+
 @contextlib.contextmanager
 def while_trainable(param: nn.Parameter) -> Iterator[None]:
     """Allow hooks on a parameter, even if it is frozen for now or has no memory."""
@@ -253,7 +264,14 @@ class ShardedTensor(ClientAnswers):
 
         The hook of a parameter gets this rank's whole gradient in each backward, before ranks
         reduce it.
+
+        Raises:
+            ShardedTensorError: It is torch's hook that awaits the gradients of several parameters.
         """
+        refusal = refused_hook(hook) if self.unsharded is not None else None
+        if refusal is not None:
+            msg = f"sharded {self.spec.name!r} {refusal}"
+            raise ShardedTensorError(msg)
         handle: Any = super().register_hook(hook)  # type: ignore[no-untyped-call]
         if "last_cut" in self.__dict__:
             torch_autograd.run_last(self, self.last_cut)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from recorded import Recorded
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 from recording import recording_mesh
@@ -17,6 +18,7 @@ from shardkit import (
     ShardedTensorError,
     StateError,
     WrapError,
+    auto_shard,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -74,6 +76,29 @@ def test_containers_that_are_not_called(container: nn.Module, message: str) -> N
     with pytest.raises(WrapError, match=message):
         fully_shard(container, mesh)
     assert type(container) is before
+
+
+@pytest.mark.parametrize("by", ["root", "layer", "auto_shard"])
+def test_lazy_modules_before_their_first_forward(by: str) -> None:
+    mesh, _ = recording_mesh((4,))
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+    calls = {
+        "root": lambda: fully_shard(model, mesh),
+        "layer": lambda: fully_shard(model[0], mesh),
+        "auto_shard": lambda: auto_shard(model, 4, apply=False),
+    }
+    name = "weight" if by == "layer" else "0.weight"
+    with pytest.raises(WrapError, match=f"'{name}' has no shape yet: LazyLinear .* Run the model"):
+        calls[by]()
+    assert type(model) is nn.Sequential
+    model(torch.ones(2, 4))
+    assert trains(fully_shard(model, mesh))
+
+
+def test_ignored_parameters_of_lazy_modules() -> None:
+    mesh, _ = recording_mesh((4,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    assert trains(fully_shard(model, mesh, ignored_params=set(model[1].parameters())))
 
 
 # --- in which order -----------------------------------------------------------------------------
@@ -322,6 +347,44 @@ def test_a_placement_of_a_dim_that_is_not_there() -> None:
     model, mesh = make_model()
     with pytest.raises(WrapError, match=r"Shard\(dim=1\) for '0.bias'.*has no dim 1"):
         fully_shard(model, mesh, shard_placement_fn=lambda _: Shard(1))
+
+
+# --- hooks --------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_awaits_the_gradients_of_several_parameters() -> None:
+    """Torch would call it for the sharded parameters themselves, which no forward uses."""
+    model, mesh = make_model()
+    handle = register_multi_grad_hook(list(model.parameters()), lambda _: None)
+    why = "weight' cannot have a hook of register_multi_grad_hook.*on each parameter"
+    with pytest.raises(WrapError, match=f"'0.{why}"):
+        fully_shard(model, mesh)
+    handle.remove()
+    fully_shard(model, mesh)
+    with pytest.raises(ShardedTensorError, match=f"'0.{why}"):
+        register_multi_grad_hook(list(model.parameters()), lambda _: None)
+    seen: list[Tensor] = []
+    register_multi_grad_hook(list(model.parameters()), seen.append, mode="any")
+    assert trains(model)
+    assert len(seen) == 1
+
+
+# --- exports ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_unsharded", [False, True])
+@pytest.mark.parametrize("by", [torch.export.export, torch.jit.trace])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_sharded_model_is_not_exported(
+    by: Callable[..., typing.Any], *, is_unsharded: bool
+) -> None:
+    model, _ = sharded_model()
+    if is_unsharded:
+        for module in (model, model[0], model[2]):
+            module.unshard()
+    with pytest.raises(StateError, match=r"cannot be exported.*save_full\(path, model\)"):
+        by(model, (torch.ones(2, 4),))
+    assert trains(model)
 
 
 # --- inside a forward ---------------------------------------------------------------------------
