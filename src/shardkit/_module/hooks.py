@@ -259,16 +259,7 @@ class ModuleState:
         is_root = False
         if runtime is not None and not is_recompute and self._starts_pass(runtime):
             is_root = True
-            # Ctrl-C ends a pass without hooks.
-            for each in [self] if runtime.pass_root is None else _contents_of(self.module)[1]:
-                each._open.clear()  # noqa: SLF001 - own class
-            if self._num_known:
-                self._follow_changes()
-                runtime = self.runtime or runtime
-            refuse_summoned(runtime.groups, "a forward was called")
-            if not self._has_values:
-                self._check_has_values(runtime.groups)
-            runtime.begin_pass(self)
+            runtime = self._begin_pass(runtime)
             if runtime.is_on_part:
                 runtime.note_inputs((args, kwargs))
             args, kwargs = runtime.passes.enter(self.module, args, kwargs, undo)
@@ -288,6 +279,20 @@ class ModuleState:
         opened = _OpenForward(record, is_root, is_recompute, sys.exception(), caller, undo)
         self._open.append(opened)
         return args, kwargs
+
+    def _begin_pass(self, runtime: Runtime) -> Runtime:
+        """Begin a pass of this root; return its runtime, which is a new one if modules changed."""
+        # Ctrl-C ends a pass without hooks.
+        for each in [self] if runtime.pass_root is None else _contents_of(self.module)[1]:
+            each._open.clear()  # noqa: SLF001 - own class
+        if self._num_known:
+            self._follow_changes()
+            runtime = self.runtime or runtime
+        refuse_summoned(runtime.groups, "a forward was called")
+        if not self._has_values:
+            self._check_has_values(runtime.groups)
+        runtime.begin_pass(self)
+        return runtime
 
     def _check_has_values(self, groups: Sequence[ParamGroup]) -> None:
         """Raise if something in this root has no values; warn of buffers that may have none.
