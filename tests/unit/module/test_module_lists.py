@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import typing
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,12 +15,14 @@ from shardkit import ShardedTensor, fully_shard
 GATHER = "start all_gather"
 
 
-def make() -> tuple[typing.Any, list[tuple[str, int]]]:
-    """Return a model whose first and last layer are one group, and what is communicated."""
+def make(
+    together: tuple[int, int] = (0, 2), **options: typing.Any
+) -> tuple[typing.Any, list[tuple[str, int]]]:
+    """Return a model of which two layers are one group, and what is communicated."""
     mesh, log = recording_mesh((2,))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4))
-    fully_shard([model[0], model[2]], mesh)
-    fully_shard(model[1], mesh)
+    fully_shard([model[i] for i in together], mesh, **options)
+    fully_shard(model[3 - sum(together)], mesh)
     return fully_shard(model, mesh), log
 
 
@@ -27,13 +30,23 @@ def step(model: nn.Module) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-def test_the_group_is_gathered_once_in_forward() -> None:
-    model, log = make()
+OPTIONS: tuple[dict[str, typing.Any], ...] = ({}, {"reshard_after_forward": False})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("together", [(0, 1), (1, 2), (0, 2)], ids=str)
+def test_it_is_gathered_anew_only_if_other_groups_ran_in_between(
+    together: tuple[int, int], options: dict[str, typing.Any]
+) -> None:
+    model, log = make(together, **options)
+    is_freed = together == (0, 2) and not options
     for _ in range(3):
         log.clear()
         with torch.no_grad():
             model(torch.ones(2, 4))
-        assert sum(numel for what, numel in log if what == GATHER) == (20 + 36) + 40
+            for parameter in model.parameters():
+                parameter.add_(1)  # What is kept is gathered once after a step.
+        assert [what for what, _ in log].count(GATHER) == 2 + is_freed
 
 
 def test_it_is_freed_when_the_pass_ends_although_a_module_did_not_run() -> None:
