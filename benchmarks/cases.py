@@ -13,6 +13,7 @@ from contenders import (
     FSDP2,
     FSDP2_EXPERTS,
     FSDP2_MUON,
+    LISTS,
     LOCAL,
     MATRIX,
     ONE_GROUP,
@@ -125,7 +126,7 @@ CASES: Mapping[str, Case] = {
         ONE_GROUP,
         step_limit=1.15,
         num_ranks=2,
-        others=(PLAIN,),
+        others=(LISTS, PLAIN),
     ),
     "overhead": OverheadCase(
         "overhead: host time per group, 48 layers of 16, one CPU rank", Workload(_TINY)

@@ -50,6 +50,7 @@ FSDP2_MUON = "torch FSDP2, Muon"
 EXPERTS = "shardkit, one call"
 FSDP2_EXPERTS = "torch FSDP2, two groups"
 ONE_GROUP = "one group"
+LISTS = "shardkit, lists of 64"
 FLAT = "plain fused"
 """The floor, whose 1/N of the optimizer state is updated by the fused kernel."""
 BESIDE = "shardkit beside"
@@ -224,6 +225,15 @@ def _one_group(model: Model, workload: Workload, device: torch.device) -> Traine
     return Trainer(model, _adamw(model.parameters()))
 
 
+def _lists(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    del workload, device
+    shard = shardkit_of(SHARDKIT).fully_shard
+    for first in range(0, len(model.blocks), 64):
+        shard([*model.blocks[first : first + 64]])
+    shard(model)
+    return Trainer(model, _adamw(model.parameters()))
+
+
 def _local(model: Model, workload: Workload, device: torch.device) -> Trainer:
     from shardkit.optim import LocalOptimizer
 
@@ -369,6 +379,7 @@ _BUILDERS: dict[str, Callable[[Model, Workload, torch.device], Trainer]] = {
     EXPERTS: _experts_shardkit,
     FSDP2_EXPERTS: _experts_fsdp2,
     ONE_GROUP: _one_group,
+    LISTS: _lists,
     FLAT: partial(_floor, fused=True),
     PLAIN: _plain,
 }

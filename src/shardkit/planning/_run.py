@@ -21,6 +21,7 @@ from shardkit._errors import ConfigError, OptimizerError
 from shardkit._events import observed_by
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.hooks import groups_in
+from shardkit._text import listed
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit._wrapping.activations import checkpoint_activations
 from shardkit._wrapping.auto_shard import auto_shard
@@ -226,7 +227,7 @@ def _two_steps(
         for left in reversed(range(run.accumulate)):
             if run.accumulate > 1 and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(not left)
-            output = model(**batch) if isinstance(batch, dict) else model(*batch)
+            output = _forward(model, batch)
             loss = _loss_of(run, output)
             loss.backward()
         names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
@@ -242,6 +243,16 @@ def _two_steps(
                     meter.label(_local(tensor), "optimizer state", name, on_host=host)
         (model if optimizer is None else optimizer).zero_grad()
     return begin, first
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    """Return the model's output; an error in its forward also says what the batch was."""
+    try:
+        return model(**batch) if isinstance(batch, dict) else model(*batch)
+    except Exception as error:
+        tensors = listed(iter_tensors(batch), lambda each: f"{tuple(each.shape)} of {each.dtype}")
+        error.add_note(f"while a plan ran the model's forward with this batch: {tensors}")
+        raise
 
 
 def _loss_of(run: Run, output: Any) -> Tensor:

@@ -273,6 +273,14 @@ def test_a_model_that_trains_nothing_is_refused() -> None:
             plan(model, torch.empty(2, 4), mesh=2, device="cpu")
 
 
+def test_an_error_of_the_model_names_the_batch() -> None:
+    batch = torch.empty(2, WIDTH + 1, device="meta")
+    with pytest.raises(RuntimeError) as caught:
+        plan(Mlp(WIDTH, 4), batch, mesh=4)
+    note = "while a plan ran the model's forward with this batch: (2, 257) of torch.float32"
+    assert note in caught.value.__notes__
+
+
 def test_arguments_that_fit_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank must be from 0 to 3"):
         planned(rank=4)
