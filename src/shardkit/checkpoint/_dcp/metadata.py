@@ -548,6 +548,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _layout,
     (_MEMORY_FORMAT.__module__, _MEMORY_FORMAT.__name__): _memory_format,
-    # Some releases of Python pickle the member of an enum in this way.
+    # Some releases of Python pickle the member of an enum in this way, as 3.11.2 does.
     ("builtins", "getattr"): _named_memory_format,
+    ("__builtin__", "getattr"): _named_memory_format,  # Its name in protocol 2.
 }
