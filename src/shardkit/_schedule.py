@@ -66,9 +66,14 @@ class ForwardOrder:
         self._position = 0
 
     def enter(self, group: int) -> Iterable[int]:
-        """Note a group that is entered; return the groups that followed it in the last pass."""
-        if self._order[-1:] != [group]:  # Ranks may use different modules of a list.
-            self._order.append(group)
+        """Note a group that is entered; return the groups that followed it in the last pass.
+
+        Nothing is returned for a group that was entered just before: ranks may use more modules of
+        a list, or fewer, and must gather alike.
+        """
+        if self._order[-1:] == [group]:
+            return ()
+        self._order.append(group)
         order, last_positions = self._last_orders.get(self._root, ([], {}))
         position = self._position
         if last_positions.get(group, -1) < position:
