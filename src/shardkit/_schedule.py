@@ -65,14 +65,14 @@ class ForwardOrder:
         self._root = root
         self._position = 0
 
-    def enter(self, group: int) -> Iterable[int]:
+    def enter(self, group: int) -> Iterable[int] | None:
         """Note a group that is entered; return the groups that followed it in the last pass.
 
-        Nothing is returned for a group that was entered just before: ranks may use more modules of
-        a list, or fewer, and must gather alike.
+        None: it was entered just before, and nothing is to be gathered for later. Ranks may use
+        more modules of a list, or fewer, and must gather alike.
         """
         if self._order[-1:] == [group]:
-            return ()
+            return None
         self._order.append(group)
         order, last_positions = self._last_orders.get(self._root, ([], {}))
         position = self._position
@@ -370,18 +370,20 @@ class PendingBackwards:
         """Yield the groups whose forwards ended before the group's last one, nearest first.
 
         Nothing is yielded if the group is not in the pass. Groups of earlier passes follow, because
-        one backward may go through several passes.
+        one backward may go through several passes. Forwards of one group that ended one after the
+        other count as one, because ranks may run more modules of a list, or fewer.
         """
-        found = False
+        previous: int | None = None
         for number in reversed(self._passes):
             if in_pass is not None and number > in_pass:
                 continue
             for other in reversed(self._passes[number].groups):
-                if found:
+                if previous is None:
+                    previous = group if other == group else None
+                elif other != previous:
+                    previous = other
                     yield other
-                elif other == group:
-                    found = True
-            if in_pass is not None and not found:
+            if in_pass is not None and previous is None:
                 return
 
     def _number_of(self, group: int) -> int | None:
@@ -650,6 +652,8 @@ class UnshardSchedule:
         if self._is_idle:
             return actions
         following = self._order.enter(group)
+        if following is None:
+            return actions
         if group in self.options.next_in_forward:
             return actions + self._prefetch_all(self.options.next_in_forward[group])
         if self.options.prefetch_in_forward:
@@ -782,7 +786,8 @@ class UnshardSchedule:
             state.num_recomputed -= 1
         if self._is_idle and group not in self.options.several_modules:
             return []
-        return self._leave_backward(state, in_pass, is_last=is_last) + self._prefetch(before)
+        actions = self._leave_backward(state, in_pass, is_last=is_last)
+        return actions if state.awaits_other_modules else actions + self._prefetch(before)
 
     def leave_early(self, group: int, in_pass: int | None = None) -> list[Action]:
         """Leave a group's backward, whose end is not reported: on this rank all gradients came.

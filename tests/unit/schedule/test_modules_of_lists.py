@@ -41,6 +41,11 @@ class Drawn:
     accumulate: bool
 
 
+def draw_next(rng: random.Random, groups: range) -> dict[int, list[int]]:
+    """Return what some groups prefetch by choice."""
+    return {g: rng.choices(groups, k=rng.randint(0, 2)) for g in groups if rng.random() < 0.3}
+
+
 def draw(number: int) -> Drawn:
     rng = random.Random(number)
     num = rng.randint(3, 7)
@@ -57,6 +62,9 @@ def draw(number: int) -> Drawn:
             "no_reshard_after_backward": {group for group in groups if rng.random() < 0.1},
             "prefetch_in_backward": rng.choice([BackwardPrefetch.PRE, BackwardPrefetch.POST]),
             "prefetch_in_forward": rng.random() < 0.9,
+            "next_in_forward": draw_next(rng, groups),
+            "next_in_backward": draw_next(rng, groups),
+            "no_unshard_in_backward": {group for group in groups if rng.random() < 0.1},
         },
         recompute=rng.choice(["no", "yes", "alone"]),
         accumulate=rng.random() < 0.3,
