@@ -641,8 +641,11 @@ class UnshardSchedule:
         self._pending.begin_pass(has_changed=has_changed)
 
     def visits_before(self, group: int) -> list[int]:
-        """Return the groups in `visited` that are done when a forward enters this group."""
-        return [n for n in self.visited if n != group and not self.states[n].num_forwards]
+        """Return the groups in `visited` that are done when a forward enters this group, in order.
+
+        What is written to them is compared group by group, on all ranks in the same order.
+        """
+        return sorted(n for n in self.visited if n != group and not self.states[n].num_forwards)
 
     def enter_forward(self, group: int) -> list[Action]:
         """Enter a group's forward: gather the group if need be, then the one expected next."""
