@@ -102,47 +102,39 @@ def test_a_steady_step_takes_what_it_took(spawn: Spawn, case: str) -> None:
         check(case, {**found, key: most})
 
 
-def instructions_of_a_group(num_layers: int, options: dict[str, typing.Any]) -> dict[str, float]:
-    """Return how many instructions a fifth step takes for each group."""
-    model, steps = warm_steps(num_layers, 8, options)
-    num_groups = len([*groups_in(model, recurse=True)])
+def instructions_of_each(
+    num_layers: int, options: dict[str, typing.Any], in_list: bool
+) -> dict[str, float]:
+    """Return how many instructions a fifth step takes for each group, or each module of a list."""
+    model, steps = warm_steps(num_layers, 8, options, in_list=in_list)
+    number = num_layers if in_list else len([*groups_in(model, recurse=True)])
     with mock.patch.object(shared_memory.Shared, "is_there", return_value=True):
-        return {name: python_instructions(run) / num_groups for name, run in steps.items()}
+        return {name: python_instructions(run) / number for name, run in steps.items()}
+
+
+ZERO2 = {"reshard_after_forward": False}
+KEPT_PARTS = {"reshard_after_forward": 1}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"),
+    ("num_ranks", "options", "in_list", "numbers"),
     [
-        (1, {}),
-        (2, {}),
-        (2, {"reshard_after_forward": False}),
-        (2, {"reshard_after_forward": 1}),
+        pytest.param(1, {}, False, (24, 96), id="groups, one rank"),
+        pytest.param(2, {}, False, (24, 96), id="groups, zero3"),
+        pytest.param(2, ZERO2, False, (24, 96), id="groups, zero2"),
+        pytest.param(2, KEPT_PARTS, False, (24, 96), id="groups, kept parts"),
+        pytest.param(1, {}, True, (12, 48), id="one list, one rank"),
+        pytest.param(2, {}, True, (12, 48), id="one list, zero3"),
+        pytest.param(2, ZERO2, True, (12, 48), id="one list, zero2"),
     ],
-    ids=["one rank", "zero3", "zero2", "kept parts"],
 )
-def test_a_group_takes_no_more_among_many(
-    spawn: Spawn, num_ranks: int, options: dict[str, typing.Any]
+def test_a_layer_takes_no_more_among_many(
+    spawn: Spawn,
+    num_ranks: int,
+    options: dict[str, typing.Any],
+    in_list: bool,
+    numbers: tuple[int, int],
 ) -> None:
-    few, many = (spawn(instructions_of_a_group, num_ranks, n, options)[0] for n in (24, 96))
-    for name, of_few in few.items():
-        assert many[name] <= MORE_AMONG_MANY * of_few, (name, of_few, many[name])
-
-
-def instructions_of_a_module(num_layers: int, options: dict[str, typing.Any]) -> dict[str, float]:
-    """Return how many instructions a fifth step takes for each module of one list."""
-    _, steps = warm_steps(num_layers, 8, options, in_list=True)
-    with mock.patch.object(shared_memory.Shared, "is_there", return_value=True):
-        return {name: python_instructions(run) / num_layers for name, run in steps.items()}
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(1, {}), (2, {}), (2, {"reshard_after_forward": False})],
-    ids=["one rank", "zero3", "zero2"],
-)
-def test_a_module_takes_no_more_in_a_longer_list(
-    spawn: Spawn, num_ranks: int, options: dict[str, typing.Any]
-) -> None:
-    few, many = (spawn(instructions_of_a_module, num_ranks, n, options)[0] for n in (12, 48))
+    few, many = (spawn(instructions_of_each, num_ranks, n, options, in_list)[0] for n in numbers)
     for name, of_few in few.items():
         assert many[name] <= MORE_AMONG_MANY * of_few, (name, of_few, many[name])

@@ -429,7 +429,7 @@ class Runtime:
         if group.gets_only_given and not self.schedule.in_forward(group.index):
             group.show(unsharded=True)
             return None
-        if self.schedule.visited:
+        if self.schedule.visited:  # Lists of modules that are done when this group is entered.
             for index in self.schedule.visits_before(group.index):
                 self._look_at_changes(self.groups[index])
                 self.groups[index].show(unsharded=False)
