@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -196,14 +197,13 @@ def operator_name(operator: Any) -> str:
     return name
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor so far; there is no public way to ask."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""Return the number of writes to a tensor so far; there is no public way to ask."""
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the numbers of writes to tensors so far."""
-    return [tensor._version for tensor in tensors]
+    return [*map(version_of, tensors)]
 
 
 def preserve_versions(tensors: Sequence[Tensor]) -> Any:

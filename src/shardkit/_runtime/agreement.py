@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from torch import Tensor
 from shardkit import _events
 from shardkit._compat import torch_autograd
 from shardkit._errors import RankMismatchError, warn_user
+from shardkit._params.sites import is_trained
 from shardkit._pickling import Pickled
 from shardkit._runtime.group import unwritten
 from shardkit._settings import watch_settings
@@ -573,7 +575,7 @@ class UsedParameters:
         self.finish()  # Finish the last one: another backward may follow it at once.
         self.check_alike()
         all_fired = [
-            [int(f) for each in on_mesh.mesh.gradients_of(self._groups) for f in each.fired]
+            [*b"".join(each.fired for each in on_mesh.mesh.gradients_of(self._groups))]
             for on_mesh in self._on_meshes
         ]
         if not any(all_fired):
@@ -642,7 +644,7 @@ class UsedParameters:
                 pairs = zip(self._on_meshes, flags, strict=True)
                 known = next((found for m, found in pairs if m.mesh.has(each.bucket)), None)
                 of_group.append(
-                    list(each.fired) if known is None else [next(known) for _ in each.fired]
+                    [*(each.fired if known is None else itertools.islice(known, len(each.fired)))]
                 )
             result.append(of_group)
         return result
@@ -772,12 +774,13 @@ class _UsedOnMesh:
         That is a parameter that was frozen after it was sharded, in a bucket with trained ones.
         """
         buckets = [each.bucket.entries for each in self.mesh.gradients_of(self._groups)]
-        trained = [[entry.param.requires_grad for entry in entries] for entries in buckets]
+        trained = [[*map(is_trained, entries)] for entries in buckets]
         frozen = [
             entry.name
             for entries, flags in zip(buckets, trained, strict=True)
+            if any(flags) and not all(flags)
             for entry, is_trained in zip(entries, flags, strict=True)
-            if not is_trained and any(flags)
+            if not is_trained
         ]
         without = f", without the frozen {listed(frozen, str)}" if frozen else ""
         return f"which of {sum(map(sum, trained))} trained parameters were used{without}"
