@@ -89,7 +89,7 @@ def test_numbers_in_one_tensor(params: list[Tensor], *, per_bucket: bool) -> Non
     torch.testing.assert_close(pieces_of(params), expected)
 
 
-@pytest.mark.parametrize("picked", [slice(4, 9), slice(9), slice(None, None, -1)])
+@pytest.mark.parametrize("picked", [slice(4, 9), slice(7), slice(9), slice(None, None, -1)])
 def test_a_part_of_the_list_or_another_order(params: list[Tensor], picked: slice) -> None:
     state = state_of(params, 1)
     expected = pieces_of(params)
