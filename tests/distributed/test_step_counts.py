@@ -44,14 +44,35 @@ class Block(nn.Module):
         return x + y
 
 
+class Wide(Block):
+    """The same with a parameter of another size."""
+
+    def __init__(self, width: int, numel: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.mean()
+
+
 def warm_steps(
-    num_layers: int, width: int, options: dict[str, typing.Any], *, in_list: bool = False
+    num_layers: int,
+    width: int,
+    options: dict[str, typing.Any],
+    kind: str = "groups",
 ) -> tuple[nn.Module, dict[str, Callable[[], object]]]:
-    """Return a model that has taken four steps, and the parts of the next one."""
+    """Return a model that has taken four steps, and the parts of the next one.
+
+    Its layers are "groups", "groups of different sizes", or those of "one list".
+    """
     mesh = make_mesh((torch.distributed.get_world_size(),))
-    model = nn.Sequential(nn.Linear(width, width), *[Block(width) for _ in range(num_layers)])
+    blocks = [
+        Wide(width, 32 * (i + 1)) if kind == "groups of different sizes" else Block(width)
+        for i in range(num_layers)
+    ]
+    model = nn.Sequential(nn.Linear(width, width), *blocks)
     layers = [*model[1:]]
-    for module in (*([layers] if in_list else layers), model):
+    for module in (*([layers] if kind == "one list" else layers), model):
         fully_shard(module, mesh=mesh, **options)
     assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -103,11 +124,11 @@ def test_a_steady_step_takes_what_it_took(spawn: Spawn, case: str) -> None:
 
 
 def instructions_of_each(
-    num_layers: int, options: dict[str, typing.Any], in_list: bool
+    num_layers: int, options: dict[str, typing.Any], kind: str
 ) -> dict[str, float]:
     """Return how many instructions a fifth step takes for each group, or each module of a list."""
-    model, steps = warm_steps(num_layers, 8, options, in_list=in_list)
-    number = num_layers if in_list else len([*groups_in(model, recurse=True)])
+    model, steps = warm_steps(num_layers, 8, options, kind)
+    number = num_layers if kind == "one list" else len([*groups_in(model, recurse=True)])
     with mock.patch.object(shared_memory.Shared, "is_there", return_value=True):
         return {name: python_instructions(run) / number for name, run in steps.items()}
 
@@ -117,24 +138,25 @@ KEPT_PARTS = {"reshard_after_forward": 1}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options", "in_list", "numbers"),
+    ("kind", "num_ranks", "options", "numbers"),
     [
-        pytest.param(1, {}, False, (24, 96), id="groups, one rank"),
-        pytest.param(2, {}, False, (24, 96), id="groups, zero3"),
-        pytest.param(2, ZERO2, False, (24, 96), id="groups, zero2"),
-        pytest.param(2, KEPT_PARTS, False, (24, 96), id="groups, kept parts"),
-        pytest.param(1, {}, True, (12, 48), id="one list, one rank"),
-        pytest.param(2, {}, True, (12, 48), id="one list, zero3"),
-        pytest.param(2, ZERO2, True, (12, 48), id="one list, zero2"),
+        pytest.param("groups", 1, {}, (24, 96), id="groups, one rank"),
+        pytest.param("groups", 2, {}, (24, 96), id="groups, zero3"),
+        pytest.param("groups of different sizes", 2, {}, (24, 96), id="groups of different sizes"),
+        pytest.param("groups", 2, ZERO2, (24, 96), id="groups, zero2"),
+        pytest.param("groups", 2, KEPT_PARTS, (24, 96), id="groups, kept parts"),
+        pytest.param("one list", 1, {}, (12, 48), id="one list, one rank"),
+        pytest.param("one list", 2, {}, (12, 48), id="one list, zero3"),
+        pytest.param("one list", 2, ZERO2, (12, 48), id="one list, zero2"),
     ],
 )
 def test_a_layer_takes_no_more_among_many(
     spawn: Spawn,
+    kind: str,
     num_ranks: int,
     options: dict[str, typing.Any],
-    in_list: bool,
     numbers: tuple[int, int],
 ) -> None:
-    few, many = (spawn(instructions_of_each, num_ranks, n, options, in_list)[0] for n in numbers)
+    few, many = (spawn(instructions_of_each, num_ranks, n, options, kind)[0] for n in numbers)
     for name, of_few in few.items():
         assert many[name] <= MORE_AMONG_MANY * of_few, (name, of_few, many[name])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -147,6 +148,7 @@ class SlotPool:
         self._streams = streams
         # Free slots by size, the oldest first; those that compute has not passed are apart.
         self._passed: defaultdict[int, deque[Slot]] = defaultdict(deque)
+        self._sizes: list[int] = []  # Keys of the dict, in order.
         self._waiting: list[Slot] = []
         self.keeps_memory = torch_tensors.HAS_STORAGE_SWAP
 
@@ -174,7 +176,10 @@ class SlotPool:
         torch_tensors.swap_storage(storage, slot.storage)
         slot.free_after = fence  # order: whoever writes a slot waits for its last use
         is_passed = by_compute or fence is None  # order: slots wait for compute to pass
-        (self._passed[slot.nbytes] if is_passed else self._waiting).append(slot)
+        if is_passed:
+            self._add_passed(slot)
+        else:
+            self._waiting.append(slot)
 
     def fence(self) -> Event | None:
         """Return a mark of all compute issued so far, for memory that is no slot."""
@@ -184,8 +189,15 @@ class SlotPool:
         """Note that the compute stream has waited for a fence."""
         waiting, self._waiting = self._waiting, []
         for slot in waiting:
-            passes = slot.free_after is fence
-            (self._passed[slot.nbytes] if passes else self._waiting).append(slot)
+            if slot.free_after is fence:
+                self._add_passed(slot)
+            else:
+                self._waiting.append(slot)
+
+    def _add_passed(self, slot: Slot) -> None:
+        if slot.nbytes not in self._passed:
+            insort(self._sizes, slot.nbytes)
+        self._passed[slot.nbytes].append(slot)
 
     @property
     def free(self) -> list[Slot]:
@@ -203,6 +215,7 @@ class SlotPool:
                 for _ in slots:
                     _events.observer.tell("free", "buffer", nbytes=nbytes)
         self._passed.clear()  # order: slots that a collective may use are not freed
+        self._sizes.clear()
 
     def drop(self) -> None:
         """Give all free slots back, after compute has waited for all streams.
@@ -211,6 +224,7 @@ class SlotPool:
         a graph cannot wait for fences from outside, and vice versa.
         """
         self._passed.clear()
+        self._sizes.clear()
         self._waiting.clear()
 
     def _take(self, nbytes: int) -> Slot:
@@ -221,14 +235,15 @@ class SlotPool:
         only if there is another such slot: the older of two is probably done, but a wait for the
         last one would serialize compute and communication.
         """
-        sizes = range(nbytes, nbytes * _LARGEST_WASTE + 1)
-        if fitting := [size for size in self._passed if size in sizes]:
-            slots = self._passed[min(fitting)]
+        largest = nbytes * _LARGEST_WASTE
+        at = bisect_left(self._sizes, nbytes)
+        if at < len(self._sizes) and self._sizes[at] <= largest:
+            slots = self._passed[self._sizes[at]]
             slot = slots.popleft()
             if not slots:
-                del self._passed[slot.nbytes]
+                del self._passed[slot.nbytes], self._sizes[at]
             return slot
-        waiting = [slot for slot in self._waiting if slot.nbytes in sizes]
+        waiting = [slot for slot in self._waiting if nbytes <= slot.nbytes <= largest]
         if len(waiting) > 1:
             self._waiting.remove(waiting[0])
             return waiting[0]
