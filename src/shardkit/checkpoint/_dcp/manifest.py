@@ -37,6 +37,9 @@ FORMAT_VERSION = 1
 BLOCK_NBYTES = 4 << 20
 """Size of the blocks of an item that have a checksum each, so that parts can be verified."""
 
+STEP_NBYTES = 1 << 19
+"""Bytes that are copied and summed while they are in the CPU's cache."""
+
 _HEADER_NBYTES = 1 << 16
 _LIMIT = 1 << 62  # Sums of a few sizes below it fit 64 bits.
 
