@@ -162,7 +162,7 @@ def noted_damage(path: Path) -> str:
 
 
 def note_damage(path: Path, found: str, which: Stamp) -> bool:
-    """Have `latest` pass over a checkpoint from now on, unless another one has its name already."""
+    """Have `latest` pass over a checkpoint; False if that fails or another one has its name."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -175,8 +175,8 @@ def note_damage(path: Path, found: str, which: Stamp) -> bool:
         flags |= os.O_NONBLOCK | os.O_NOFOLLOW
         with os.fdopen(os.open(DAMAGED_FILE, flags, 0o666, dir_fd=folder), "w") as file:
             file.write(f"{found}\n")
-    except OSError:  # The disk cannot be written.
-        return True
+    except OSError:  # If the disk is full, an empty note is there.
+        return os.path.lexists(path / DAMAGED_FILE)
     finally:
         os.close(folder)
     return True
