@@ -171,7 +171,6 @@ def _parts(
 # --- loading --------------------------------------------------------------------------------------
 
 _NUM_COMPARED = 256
-_REMEDY = "Give the file of this model; strict=False leaves out what is missing or unexpected."
 
 
 class LoadedNames(NamedTuple):
@@ -258,7 +257,8 @@ def load_full(
             else:
                 misfits.compare(repr(name), tensor, file.infos[name])
     head = f"{what} does not fit the model, nothing was loaded"
-    report = misfits.report(head, _REMEDY, strict=strict, where=" in the file")
+    remedy = "Give the file of this model; strict=False leaves out what is missing or unexpected."
+    report = misfits.report(head, remedy, strict=strict, where=" in the file")
     if report is not None:
         raise CheckpointError(report)
     with Meter(progress, f"loading {Path(what).name}", rank=rank_of(None)) as meter:

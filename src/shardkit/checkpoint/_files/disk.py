@@ -40,7 +40,8 @@ MAX_INDEX_NBYTES = 2**30
 
 DAMAGED = "The checkpoint is damaged: load another one."
 
-_KEY_LIMIT = 1 << 62
+SIZE_LIMIT = 1 << 62
+"""Limit of sizes, offsets and keys in files: sums of a few sizes below it fit 64 bits."""
 
 _MAX_NAME_LEN = 255  # No file system has longer names.
 
@@ -189,7 +190,7 @@ def key_of_number(value: Any) -> Key:
     Raises:
         ValueError: It is no number, bool or None, or too large.
     """
-    if type(value) is int and abs(value) < _KEY_LIMIT:
+    if type(value) is int and abs(value) < SIZE_LIMIT:
         return IntKey(value)
     if value is not None and type(value) not in (bool, float):
         msg = f"a key is {value!r}"
@@ -339,7 +340,6 @@ ABANDONED_AFTER_S = 3600.0
 If it is alive after all, its save fails, and the old checkpoint keeps its name.
 """
 
-_NAME_MAX = 255
 _OWNER_MAX = 64  # Length of the owner in a name, without its host.
 # Names without an owner: earlier releases of shardkit made them.
 _ASIDE = re.compile(
@@ -398,7 +398,7 @@ class Aside:
 def new_aside(path: Path, kind: str) -> Path:
     """Return a name beside `path` that no other job uses."""
     me = own()
-    room = max(_NAME_MAX - _OWNER_MAX - len(os.fsencode(path.name)), 0)
+    room = max(_MAX_NAME_LEN - _OWNER_MAX - len(os.fsencode(path.name)), 0)
     owner = f"{me.host[:room]}-{me.pid}-{me.place}-{me.start}-{secrets.token_hex(4)}"
     return path.with_name(f".{path.name}.{owner}{kind}")
 

@@ -30,6 +30,7 @@ from shardkit._text import NotOfKindError, byte_size, listed
 from shardkit._tree import iter_tensors
 from shardkit.checkpoint._files.disk import (
     INCOMPLETE,
+    SIZE_LIMIT,
     Source,
     TensorInfo,
     asides_in,
@@ -517,7 +518,7 @@ class SafetensorsFile(_OpenFile):
             start, stop = entry["data_offsets"]
             numbers = (*shape, start, stop)
             fits = isinstance(dtype, str) and all(
-                type(n) is int and 0 <= n < 2**62 for n in numbers
+                type(n) is int and 0 <= n < SIZE_LIMIT for n in numbers
             )
         except (TypeError, KeyError, ValueError):
             fits = False
