@@ -219,11 +219,7 @@ def _is_kept(value: Any) -> bool:
 
 def _is_distributed_state(value: Any) -> bool:
     """Whether a value has sharded tensors in it, so that each rank holds a different part."""
-    if isinstance(value, dict):
-        return any(map(_is_distributed_state, value.values()))
-    if isinstance(value, list) or type(value) is tuple:
-        return any(map(_is_distributed_state, value))
-    return hasattr(value, "__create_write_items__")
+    return any(hasattr(leaf, "__create_write_items__") for leaf in leaves_of(value))
 
 
 # --- saves in the background ----------------------------------------------------------------------
