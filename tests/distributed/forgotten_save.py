@@ -15,17 +15,17 @@ from torch.distributed import destroy_process_group as destroy
 
 from shardkit import checkpoint, fully_shard, init_device_mesh
 from shardkit.checkpoint import _save
-from shardkit.checkpoint._dcp import item_file
+from shardkit.checkpoint._dcp import writer
 
 HOW, PATH = sys.argv[1:]
 SLOW_S = 30.0 if HOW.startswith("too slow") else 1.0
 _save.END_LIMIT_S = 2.0 if HOW.startswith("too slow") else _save.END_LIMIT_S
-real = item_file.FileStream.append
+real = writer.FileStream.append
 
 
 def slow(self: typing.Any, *args: typing.Any, **options: typing.Any) -> typing.Any:
     """Write, as a disk that takes its time or is full."""
-    item_file.FileStream.append = real
+    writer.FileStream.append = real
     time.sleep(SLOW_S)
     if HOW == "full" and rank == 1:
         raise OSError(28, "No space left on device")
@@ -40,7 +40,7 @@ if world_size > 1:
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.randn(4, 512)).mean().backward()
 optimizer.step()
-item_file.FileStream.append = slow
+writer.FileStream.append = slow
 checkpoint.async_save(PATH, model, optimizer, step=1)
 if HOW == "sys.exit":
     sys.exit(3)

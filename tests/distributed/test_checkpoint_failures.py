@@ -22,7 +22,7 @@ from checkpoints import (
 from models import CASES, MLP
 from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
-from shardkit.checkpoint._dcp import item_file
+from shardkit.checkpoint._dcp import writer
 from shardkit.optim import MatrixOptimizer
 
 if typing.TYPE_CHECKING:
@@ -51,13 +51,13 @@ def fail_to_write(folder: str) -> None:
     def fail(*_: object) -> typing.NoReturn:
         raise OSError(28, "No space left on device")
 
-    real = item_file.FileStream._write  # noqa: SLF001 - what calls the disk
+    real = writer.FileStream._write  # noqa: SLF001 - what calls the disk
     if dist.get_rank() == 1:
-        item_file.FileStream._write = fail  # noqa: SLF001
+        writer.FileStream._write = fail  # noqa: SLF001
     try:
         checkpoint.save(pathlib.Path(folder, "x"), make_sharded(CASES["gpt"], (2,))[0])
     finally:
-        item_file.FileStream._write = real  # noqa: SLF001
+        writer.FileStream._write = real  # noqa: SLF001
 
 
 def fail_to_collect(folder: str) -> None:

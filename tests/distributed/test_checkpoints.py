@@ -32,7 +32,7 @@ from checkpoints import (
 from models import CASES, MLP
 from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
-from shardkit.checkpoint._dcp import item_file
+from shardkit.checkpoint._dcp import writer
 from workers import spawn_each
 
 if typing.TYPE_CHECKING:
@@ -190,13 +190,13 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
     model, optimizer = make_sharded(case, (2,))
     train_on_shares(case, model, optimizer, range(2))
     go_on = threading.Event()
-    real = item_file.FileStream.append
+    real = writer.FileStream.append
 
     def slow(self: typing.Any, *args: typing.Any, **options: typing.Any) -> typing.Any:
         go_on.wait(30)
         return real(self, *args, **options)
 
-    item_file.FileStream.append = slow
+    writer.FileStream.append = slow
     try:
         handle = checkpoint.async_save(pathlib.Path(folder, "a"), model, optimizer, step=2)
         state = whole_state(model, optimizer)
@@ -209,7 +209,7 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
         done += [handle.done(), handle.result() == pathlib.Path(folder, "a")]
         second.result()
     finally:
-        item_file.FileStream.append = real
+        writer.FileStream.append = real
     assert checkpoint.latest(folder) == pathlib.Path(folder, "b")
     checkpoint.release_staging_memory()
     return state, losses, done
@@ -228,18 +228,18 @@ def unheard(folder: str, how: str) -> list[str]:
     """A save in the background fails; return what is raised, and when."""
     model, optimizer = make_sharded(CASES["gpt"], (2,))
     path = pathlib.Path(folder, "a")
-    real = item_file.FileStream.append
+    real = writer.FileStream.append
     if dist.get_rank() == 1:
 
         def fail(*_: object, **__: object) -> typing.NoReturn:
             raise OSError(28, "No space left on device")
 
-        item_file.FileStream.append = fail
+        writer.FileStream.append = fail
     raised = []
     try:
         handle = checkpoint.async_save(path, model, optimizer)
         handle.wait()
-        item_file.FileStream.append = real
+        writer.FileStream.append = real
         if how == "asked":
             with pytest.raises(checkpoint.CheckpointError) as found:
                 handle.result()
@@ -251,7 +251,7 @@ def unheard(folder: str, how: str) -> list[str]:
             raised.append(str(found.value))
         checkpoint.save(path, model, optimizer)
     finally:
-        item_file.FileStream.append = real
+        writer.FileStream.append = real
     raised.append(str(sorted(entry.name for entry in pathlib.Path(folder).iterdir())))
     return raised
 

@@ -77,7 +77,7 @@ def save_where_it_fails(folder: str, how: str) -> None:
     model = shard(case, case.make(), make_mesh((2,)))
     with contextlib.ExitStack() as stack:
         if how == "late" and dist.get_rank() == 0:
-            from shardkit.checkpoint._files.disk import TensorWriter
+            from shardkit.checkpoint._files.formats import TensorWriter
 
             full_disk = OSError(28, "No space left on device")
             stack.enter_context(mock.patch.object(TensorWriter, "append", side_effect=full_disk))

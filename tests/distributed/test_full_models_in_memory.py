@@ -71,6 +71,17 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert torch.equal(model.weight.full_tensor(), weight.float())
 
 
+@on_ranks(2)
+def test_ranks_without_elements_gather_anew() -> None:
+    model = fully_shard(nn.Linear(1, 1, bias=False), make_mesh((2,)), reshard_after_forward=False)
+    ones = torch.ones(1, 1)
+    with torch.no_grad():
+        model(ones)
+        mine = {"weight": 3 * ones} if dist.get_rank() == 0 else None
+        load_full(mine, model, broadcast_from_rank0=True)
+        assert model(ones).item() == 3
+
+
 def load_wrong(kind: str) -> None:
     model = fully_shard(nn.Linear(4, 4), make_mesh((2,)))
     state: typing.Any = {

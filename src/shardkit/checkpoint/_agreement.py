@@ -146,11 +146,8 @@ def _message(what: str, failed: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, reason in failed.items():
         ranks.setdefault(reason, []).append(rank)
-    if len(ranks) == 1:
-        (reason,) = ranks
-        return f"{what}: {_of_ranks(ranks[reason])}{reason}"
-    lines = [f"  {_of_ranks(members)}{reason}" for reason, members in ranks.items()]
-    return "\n".join([f"{what}:", *lines])
+    lines = [f"{_of_ranks(members)}{reason}" for reason, members in ranks.items()]
+    return f"{what}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{what}:", *lines])
 
 
 def _of_ranks(ranks: list[int]) -> str:

@@ -21,10 +21,9 @@ from shardkit.checkpoint._dcp.directory import (
     complete_in,
     noted_damage,
 )
-from shardkit.checkpoint._dcp.item_file import ItemFile, Slice
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, ItemFile, Slice
 from shardkit.checkpoint._files.disk import (
     PART_NBYTES,
     Keys,
@@ -158,7 +157,7 @@ def open_checkpoint(
                 f"a checkpoint directory, a file, or the prefix and suffix of per-rank files."
             )
             raise CheckpointError(msg)
-        inside = [*complete_in(path)] if path.is_dir() else []
+        inside = complete_in(path) if path.is_dir() else []
         inside += sorted({file.parent for file in path.glob(f"[!.]*/{METADATA_FILE}")} - {*inside})
         if inside:
             named = listed((entry.name for entry in inside), str)
@@ -198,7 +197,7 @@ def _plan(
     checkpoint: Source, source: object, *, model_key: str | None, optimizer: bool
 ) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
     """Return the key in the checkpoint for each name in the file, and what makes its content."""
-    root = model_root(checkpoint, source, model_key)
+    root = _model_root(checkpoint, source, model_key)
     paths = checkpoint.paths.items()
     # Below a name there are further keys where DCP has taken extra state apart.
     inside = {key: path[len(root) :] for key, path in paths if path[: len(root)] == root}
@@ -234,7 +233,7 @@ def _plan(
     return keys, put_together
 
 
-def model_root(checkpoint: Source, source: object, model_key: str | None = None) -> Keys:
+def _model_root(checkpoint: Source, source: object, model_key: str | None) -> Keys:
     """Return where in a checkpoint the model's state dict is."""
     parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
     shown = listed(sorted({join_keys(parent[:2]) or "(top)" for parent in parents}), str)
@@ -345,25 +344,21 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Veri
         found = Verification()
         with found.noting(), reading(source):
             checkpoint = open_checkpoint(source, suffix)
-            if isinstance(checkpoint, DistributedCheckpoint):
-                _verify_directory(checkpoint, found)
-            else:
+            if not isinstance(checkpoint, DistributedCheckpoint):
                 for path in checkpoint.files:
                     _verify_file(path, found)
+                return found
+            checkpoint.reader.check_files()
+            if checkpoint.reader.manifest is not None:
+                _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
+            else:
+                _verify_archives(checkpoint, found)
+            for name in checkpoint.others:
+                with found.noting():
+                    checkpoint.read_other(name)
         return found
 
     return again_if_replaced(Path(source), find, lambda found: not found.problems)
-
-
-def _verify_directory(checkpoint: DistributedCheckpoint, found: Verification) -> None:
-    checkpoint.reader.check_files()
-    if checkpoint.reader.manifest is not None:
-        _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
-    else:
-        _verify_archives(checkpoint, found)
-    for name in checkpoint.others:
-        with found.noting():
-            checkpoint.read_other(name)
 
 
 def _verify_manifest(

@@ -26,9 +26,9 @@ from shardkit.checkpoint._files.disk import (
 )
 from shardkit.checkpoint._files.formats import Format, FullFile, FullWriter
 from shardkit.checkpoint._state.names import (
-    by_identity,
     device_of,
     mesh_of,
+    names_of_tensors,
     set_extra_state,
     state_of,
 )
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardkit._progress import Progress
-    from shardkit.checkpoint._state.names import NamedTensor
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ def save_full(
     disk.check_saved_dtype(dtype)
     state = state_of(model)
     mesh = mesh_of(state, path)
-    tied = {name: entry.names[0] for entry in by_identity(state) for name in entry.names[1:]}
+    tied = {name: names[0] for names in names_of_tensors(state).values() for name in names[1:]}
     tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
     for name, value in tensors.items():
         if isinstance(value, ShardedTensor):
@@ -172,7 +171,6 @@ def _parts(
 # --- loading --------------------------------------------------------------------------------------
 
 _NUM_COMPARED = 256
-_REMEDY = "Give the file of this model; strict=False leaves out what is missing or unexpected."
 
 
 class LoadedNames(NamedTuple):
@@ -234,7 +232,7 @@ def load_full(
     mesh.
     """
     state = state_of(model)
-    entries = by_identity(state)
+    names_of = names_of_tensors(state)
     what = str(path) if isinstance(path, (str, os.PathLike)) else "the state dict"
     if broadcast_from_rank0:
         mesh = mesh_of(state, what, allow_meta=True)
@@ -243,28 +241,28 @@ def load_full(
     else:
         file = _open(path)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    missing = [e.names[0] for e in entries if not any(name in file.infos for name in e.names)]
+    missing = [names[0] for names in names_of.values() if file.infos.keys().isdisjoint(names)]
     missing += [name for name in extra if name not in file.others]
     unexpected = [name for name in (*file.infos, *file.others) if name not in state]
     misfits = Misfits(
         missing=[f"{name!r}: expected {described(state[name])}" for name in missing],
         unexpected=[f"{name!r}: found {described(file.infos.get(name))}" for name in unexpected],
     )
-    for entry in entries:
-        for name in filter(file.infos.__contains__, entry.names):
-            if hasattr(entry.tensor, "redistribute") and not isinstance(
-                entry.tensor, ShardedTensor
-            ):
+    for tensor, names in names_of.items():
+        is_foreign = hasattr(tensor, "redistribute") and not isinstance(tensor, ShardedTensor)
+        for name in filter(file.infos.__contains__, names):
+            if is_foreign:
                 reason = "is a DTensor that fully_shard did not take: shard it first"
                 misfits.wrong.append(f"{name!r} {reason}")
             else:
-                misfits.compare(repr(name), entry.tensor, file.infos[name])
+                misfits.compare(repr(name), tensor, file.infos[name])
     head = f"{what} does not fit the model, nothing was loaded"
-    report = misfits.report(head, _REMEDY, strict=strict, where=" in the file")
+    remedy = "Give the file of this model; strict=False leaves out what is missing or unexpected."
+    report = misfits.report(head, remedy, strict=strict, where=" in the file")
     if report is not None:
         raise CheckpointError(report)
     with Meter(progress, f"loading {Path(what).name}", rank=rank_of(None)) as meter:
-        _fill_all(file, entries, meter)
+        _fill_all(file, names_of, meter)
     if isinstance(file, FromFirstRank):
         file.first.raise_error()
     set_extra_state(model, {name: file.read_other(name) for name in extra if name in file.others})
@@ -283,14 +281,14 @@ def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
     return StateInMemory(path)
 
 
-def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
+def _fill_all(source: Source, names_of: Mapping[Tensor, list[str]], meter: Meter) -> None:
     """Fill those tensors of the model that the source has under one of their names."""
-    infos, device = source.infos, device_of(entry.tensor for entry in entries)
+    infos, device = source.infos, device_of(names_of)
     jobs: list[tuple[Tensor, str, int]] = []
-    for entry in entries:
+    for tensor, names in names_of.items():
         # torch's load_state_dict loads a tied tensor under each name, so the last one remains.
-        for name in [name for name in entry.names if name in infos][-1:]:
-            tensor, numel = entry.tensor, entry.tensor.numel()
+        for name in [name for name in names if name in infos][-1:]:
+            numel = tensor.numel()
             if isinstance(tensor, ShardedTensor) and tensor.spec.tensor_parallel is None:
                 numel = tensor.spec.stop - tensor.spec.start
             jobs.append((tensor, name, numel * infos[name].dtype.itemsize))

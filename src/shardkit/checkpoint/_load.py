@@ -14,7 +14,6 @@ from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import agreed, of_all, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_checkpoint
@@ -23,6 +22,7 @@ from shardkit.checkpoint._files.disk import (
     Keys,
     TensorInfo,
     asides_in,
+    is_plain,
     is_sparse,
     join_keys,
     key_in_dict,
@@ -291,7 +291,7 @@ class ModelPart:
     """A model, whose tensors are filled in place."""
 
     def __init__(self, source: DistributedCheckpoint, model: nn.Module, misfits: Misfits) -> None:
-        self._model = model
+        self.model = model
         state = get_model_state_dict(model)
         self._in_place: set[str] = set()
         self._nested: dict[str, dict[str, Keys]] = {}
@@ -352,7 +352,7 @@ class ModelPart:
         for name, found in self._nested.items():
             if found:
                 state[name] = nested({path: loaded[one] for one, path in found.items()})
-        set_model_state_dict(self._model, state, options=_NOT_STRICT)
+        set_model_state_dict(self.model, state, options=_NOT_STRICT)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
@@ -393,7 +393,7 @@ class OptimizerPart:
         optimizers: Any,
         misfits: Misfits,
     ) -> None:
-        self._model = model = model_part._model  # noqa: SLF001 - of the same file
+        self._model = model = model_part.model
         self._optimizers = optimizers
         self._infos = source.entries
         self._places: dict[str, tuple[str, Keys]] = {}

@@ -53,9 +53,9 @@ from shardkit.checkpoint._state.model_and_optimizer import (
     put_optimizer_state,
 )
 from shardkit.checkpoint._state.names import (
-    by_identity,
     fill_memory,
     mesh_of,
+    names_of_tensors,
     set_extra_state,
     state_of,
 )
@@ -319,7 +319,7 @@ def _describe_all(state: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "rank": mesh.ranks.index(mesh.rank),
         "world_size": len(mesh.ranks),
-        "tied": {n: entry.names[0] for entry in by_identity(state) for n in entry.names[1:]},
+        "tied": {n: names[0] for names in names_of_tensors(state).values() for n in names[1:]},
         MODEL: {n: _describe(n, v) for n, v in state.items() if isinstance(v, Tensor)},
     }
 
@@ -335,11 +335,7 @@ def _describe(name: str, tensor: Tensor) -> dict[str, Any]:
             f"describe. Use shardkit.checkpoint.save or save_full."
         )
         raise CheckpointError(msg)
-    return {
-        **described,
-        "range": [spec.start, spec.stop],
-        "cut": list(spec.layout.cut(spec.index)),
-    }
+    return {**described, "range": [spec.start, spec.stop], "cut": list(spec.layout.cut(spec.index))}
 
 
 # --- set ------------------------------------------------------------------------------------------
@@ -381,8 +377,8 @@ def load_local_state_dict(
         "the ranks have state dicts of different saves. Load on each rank its own file of one save",
     )
     room = None if optimizer is None else _optimizer_room(model, optimizer, state, metadata)
-    for entry in by_identity(mine):
-        _copy(entry.tensor, state[MODEL][entry.names[-1]])
+    for tensor, names in names_of_tensors(mine).items():
+        _copy(tensor, state[MODEL][names[-1]])
     extra = {name: state[MODEL][name] for name, v in mine.items() if not isinstance(v, Tensor)}
     set_extra_state(model, extra)
     if optimizer is not None and room is not None:

@@ -29,9 +29,8 @@ from shardkit.backends.groups import OfWorld, new_group
 from shardkit.backends.watch.watchdog import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.writer import CheckpointWriter, SavePlanner, Whole
-from shardkit.checkpoint._files.disk import is_sparse, saved_key
+from shardkit.checkpoint._files.disk import is_plain, is_sparse, saved_key
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -220,11 +219,7 @@ def _is_kept(value: Any) -> bool:
 
 def _is_distributed_state(value: Any) -> bool:
     """Whether a value has sharded tensors in it, so that each rank holds a different part."""
-    if isinstance(value, dict):
-        return any(map(_is_distributed_state, value.values()))
-    if isinstance(value, list) or type(value) is tuple:
-        return any(map(_is_distributed_state, value))
-    return hasattr(value, "__create_write_items__")
+    return any(hasattr(leaf, "__create_write_items__") for leaf in leaves_of(value))
 
 
 # --- saves in the background ----------------------------------------------------------------------
@@ -455,18 +450,18 @@ class Background:
         if not self._ends_are_seen:
             self._ends_are_seen = True
             torch_groups.before_threads_end(self._end_process)
-            torch_groups.around_end_of_world(before=self._end_world)
+            torch_groups.around_end_of_world(before=lambda: self._end("destroy_process_group"))
         self._last = SaveHandle(job, state, group)
         return self._last
 
     def _end_process(self) -> None:
+        self._end("the end of the process")
         if self._last is not None:
-            self._last.end(END_LIMIT_S, "the end of the process")
             self._last.tell_error()
 
-    def _end_world(self) -> None:
+    def _end(self, what: str) -> None:
         if self._last is not None:
-            self._last.end(END_LIMIT_S, "destroy_process_group")
+            self._last.end(END_LIMIT_S, what)
 
     def wait(self) -> None:
         """Wait for the save under way, and keep its error for the caller of its `result`."""
@@ -576,15 +571,7 @@ def async_save(  # noqa: PLR0913 - as `save`
     it has a handler of its own. If a checkpoint is not complete by then, or could not be written,
     the log (`shardkit`) names it. ``result()`` waits as long as the save takes.
 
-    Args:
-        path: Argument of `save`.
-        model: Argument of `save`.
-        optimizer: Argument of `save`.
-        keep_last: Argument of `save`.
-        overwrite: Argument of `save`.
-        process_group: Argument of `save`.
-        progress: Argument of `save`; by default nothing is shown.
-        **extra: Argument of `save`.
+    The arguments are those of `save`; by default no progress is shown.
 
     Returns:
         A handle: ``result()`` waits for the checkpoint and raises if it could not be written. If

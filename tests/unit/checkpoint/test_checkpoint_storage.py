@@ -21,9 +21,9 @@ from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
 from shardkit._processes import start_of
 from shardkit.checkpoint._consolidate import verify
-from shardkit.checkpoint._dcp import directory, item_file
+from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
-from shardkit.checkpoint._files import disk
+from shardkit.checkpoint._files import disk, formats
 from shardkit.checkpoint._save import Staging
 
 if typing.TYPE_CHECKING:
@@ -480,8 +480,8 @@ def test_names_of_any_length(tmp_path: pathlib.Path) -> None:
 
 def test_frames_are_what_torch_writes() -> None:
     tensor = torch.arange(12.0).view(3, 4)
-    before, after = item_file.tensor_frame(tensor.dtype, (3, 4))
-    content = before + bytes(item_file.raw_bytes(tensor)) + after
+    before, after = formats.tensor_frame(tensor.dtype, (3, 4))
+    content = before + bytes(disk.raw_bytes(tensor)) + after
     assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensor)
 
 

@@ -111,6 +111,23 @@ def test_a_restart_goes_on_from_the_newest_good_one(saved: pathlib.Path) -> None
     assert load(newest) == {"step": 6}
 
 
+def test_a_note_that_cannot_be_written_is_not_promised(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(saved / "__0_0.distcp", 100_000)
+    real = os.open
+
+    def read_only(path: typing.Any, *args: typing.Any, **kwargs: typing.Any) -> int:
+        if path == directory.DAMAGED_FILE:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(CheckpointError, match="load another one") as caught:
+        load(saved)
+    assert "latest()" not in str(caught.value)
+
+
 def test_a_note_of_damage_that_is_gone(saved: pathlib.Path) -> None:
     flip(saved / "__0_0.distcp", 100_000)
     with pytest.raises(CheckpointError):

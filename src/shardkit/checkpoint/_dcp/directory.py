@@ -162,7 +162,7 @@ def noted_damage(path: Path) -> str:
 
 
 def note_damage(path: Path, found: str, which: Stamp) -> bool:
-    """Have `latest` pass over a checkpoint from now on, unless another one has its name already."""
+    """Have `latest` pass over a checkpoint; False if that fails or another one has its name."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -175,8 +175,8 @@ def note_damage(path: Path, found: str, which: Stamp) -> bool:
         flags |= os.O_NONBLOCK | os.O_NOFOLLOW
         with os.fdopen(os.open(DAMAGED_FILE, flags, 0o666, dir_fd=folder), "w") as file:
             file.write(f"{found}\n")
-    except OSError:  # The disk cannot be written.
-        return True
+    except OSError:  # If the disk is full, an empty note is there.
+        return os.path.lexists(path / DAMAGED_FILE)
     finally:
         os.close(folder)
     return True
@@ -209,18 +209,19 @@ def check_metadata(path: Path, manifest: Manifest) -> bytes:
 # --- order --------------------------------------------------------------------------------------
 
 
-def headers(
-    directory: Path, unreadable: Callable[[Path, CheckpointError], None] | None = None
-) -> Iterator[tuple[Path, Header]]:
-    """Yield the entries of a directory that have a manifest, those still being written too."""
+def headers(directory: Path, *, warn: bool = False) -> Iterator[tuple[Path, Header]]:
+    """Yield the entries of a directory that have a manifest, those still being written too.
+
+    With `warn`, a warning names the others that have a damaged one.
+    """
     for entry in sorted(directory.iterdir()):
         try:
             yield entry, read_header(entry)
         except OSError:
             continue
         except CheckpointError as error:
-            if unreadable is not None:
-                unreadable(entry, error)
+            if warn and parse_aside(entry) is None:
+                warnings.warn(f"checkpoint {entry} is passed over: {error}", stacklevel=5)
 
 
 def next_sequence(directory: Path) -> int:
@@ -228,14 +229,9 @@ def next_sequence(directory: Path) -> int:
     return 1 + max((header.sequence for _, header in headers(directory)), default=0)
 
 
-def complete_in(directory: Path) -> Iterator[Path]:
-    """Yield the checkpoints of a directory that have valid headers, the newest first."""
-
-    def pass_over(path: Path, found: CheckpointError) -> None:
-        if parse_aside(path) is None:
-            warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=6)
-
-    yield from (entry for entry, _ in _newest_first(headers(directory, pass_over)))
+def complete_in(directory: Path) -> list[Path]:
+    """Return the checkpoints of a directory that have valid headers, the newest first."""
+    return [entry for entry, _ in _newest_first(headers(directory, warn=True))]
 
 
 def _newest_first(found: Iterable[tuple[Path, Header]]) -> list[tuple[Path, Header]]:

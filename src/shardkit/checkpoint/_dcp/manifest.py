@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.disk import (
     DAMAGED,
+    SIZE_LIMIT,
     Keys,
     is_plain_name,
     key_of_number,
@@ -37,8 +38,10 @@ FORMAT_VERSION = 1
 BLOCK_NBYTES = 4 << 20
 """Size of the blocks of an item that have a checksum each, so that parts can be verified."""
 
+STEP_NBYTES = 1 << 19
+"""Bytes that are copied and summed while they are in the CPU's cache."""
+
 _HEADER_NBYTES = 1 << 16
-_LIMIT = 1 << 62  # Sums of a few sizes below it fit 64 bits.
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ def _check_item(item: Item, name: str, block_nbytes: int) -> None:
 
 
 def _natural(value: Any, what: str, *, at_least: int = 0) -> int:
-    if type(value) is not int or not at_least <= value < _LIMIT:
+    if type(value) is not int or not at_least <= value < SIZE_LIMIT:
         msg = f"{what} is {value!r}"
         raise ValueError(msg)
     return value

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.disk import is_plain_name, reading
+from shardkit.checkpoint._files.disk import SIZE_LIMIT, is_plain_name, reading
 
 if TYPE_CHECKING:
     import os
@@ -31,7 +31,6 @@ METADATA_FILE = ".metadata"
 """Name of the description in a checkpoint's directory."""
 
 _STORAGE_INFO: Any = torch_checkpoints.dcp_storage_info()
-_LIMIT = 1 << 62  # Limit of sizes and offsets: sums of a few fit 64 bits.
 _MAX_DEPTH = 100  # Number of keys at most that lead to an entry.
 _CHUNK_NBYTES = 32  # At least for each chunk's description: entries do not share lists of chunks.
 _PACKED = 64  # Values at most in the bytes of one, for classes that pack values.
@@ -186,7 +185,7 @@ def _are_sizes(values: Any) -> bool:
     if not isinstance(values, tuple):
         return False
     for value in values:  # noqa: SIM110 - half the time of all()
-        if not isinstance(value, int) or not 0 <= value < _LIMIT:
+        if not isinstance(value, int) or not 0 <= value < SIZE_LIMIT:
             return False
     return True
 

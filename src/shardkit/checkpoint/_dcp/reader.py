@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import os
 import zlib
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -21,10 +24,10 @@ from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import ItemFile, not_reported
 from shardkit.checkpoint._dcp.manifest import (
     BLOCK_NBYTES,
     MANIFEST_FILE,
+    STEP_NBYTES,
     Item,
     read_manifest,
 )
@@ -34,13 +37,18 @@ from shardkit.checkpoint._files.disk import (
     Source,
     TensorInfo,
     asides_in,
+    bytes_of,
+    copy_from_scratch,
+    not_reported,
+    open_regular,
+    raw_bytes,
     read_index,
     why_refused,
 )
+from shardkit.checkpoint._files.formats import storage_entries, tensor_frame
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch.distributed.checkpoint import planner as dcp
     from torch.distributed.checkpoint.metadata import Metadata
@@ -57,6 +65,10 @@ class CheckpointReader(FileSystemReader):
     the target's memory if they are contiguous in both. Otherwise, or if dtype or device differ,
     they go through memory for one saved chunk.
 
+    Args:
+        path: The checkpoint's directory.
+        report: Function that is called with the numbers of bytes that have been read.
+
     Attributes:
         manifest: Manifest; None if there is none, or if nothing has been read.
         identity: Checksum of `.metadata`, which contains a random number.
@@ -65,12 +77,6 @@ class CheckpointReader(FileSystemReader):
     def __init__(
         self, path: str | os.PathLike[str], *, report: Callable[[int], None] | None = None
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            path: The checkpoint's directory.
-            report: Function that is called with the numbers of bytes that have been read.
-        """
         super().__init__(directory.normalized(path))
         self._report = report or not_reported
         self.manifest: Manifest | None = None
@@ -152,14 +158,7 @@ class CheckpointReader(FileSystemReader):
         }
 
     def check_files(self, names: Collection[str] | None = None) -> None:
-        """Compare the sizes of files with the sizes that were written.
-
-        Args:
-            names: Names of the files; None: all files, which one rank should check.
-
-        Raises:
-            CheckpointError: A file is missing, or has another size.
-        """
+        """Raise if files (None: all, which one rank should check) have not their sizes."""
         for name in self._file_nbytes if names is None else names:
             path, nbytes = Path(self.path, name), self._file_nbytes[name]
             if self.manifest is None and path.exists():  # Only its least size is known.
@@ -334,3 +333,193 @@ class DistributedCheckpoint(Source):
             }
             for chunk in entry.chunks
         ]
+
+
+# --- one file -------------------------------------------------------------------------------------
+
+
+class ItemFile:
+    """An open file of a checkpoint."""
+
+    def __init__(self, path: Path, block_nbytes: int, report: Callable[[int], None]) -> None:
+        self.path = path
+        self._block_nbytes = block_nbytes
+        self._report = report
+        self._fd = open_regular(path)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read further ahead.
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read(self, item: Item, name: str) -> bytearray:
+        """Return all bytes of an item; raise if they are not the bytes that were written."""
+        content = bytearray(item.nbytes)
+        self.read_into(item, 0, memoryview(content), name)
+        return content
+
+    def read_into(self, item: Item, start: int, target: memoryview, name: str) -> None:
+        """Read bytes of an item from `start` on; the whole blocks around them are verified."""
+        stop = start + len(target)
+        if not item.crc32s:
+            self._read_run(item.offset + start, [target], name)
+            return
+        for begin, end, crc32 in item.blocks(self._block_nbytes):
+            if begin >= stop or end <= start:
+                continue
+            low, high = max(begin, start), min(end, stop)
+            before, after = bytearray(low - begin), bytearray(end - high)
+            parts = [memoryview(before), target[low - start : high - start], memoryview(after)]
+            found = self._read_run(item.offset + begin, parts, name)
+            if found != crc32:
+                msg = (
+                    f"{self.path}: {name!r}: bytes {item.offset + begin} to {item.offset + end} "
+                    f"are not what was written (checksum {found:08x}, expected {crc32:08x}). "
+                    f"{DAMAGED}"
+                )
+                raise CheckpointError(msg)
+
+    def _read_run(self, offset: int, parts: list[memoryview], name: str) -> int:
+        """Fill the parts from one run of bytes; return their checksum."""
+        crc32, nbytes = 0, sum(map(len, parts))
+        if nbytes <= STEP_NBYTES and os.preadv(self._fd, parts, offset) == nbytes:
+            for part in parts:
+                crc32 = zlib.crc32(part, crc32)
+            if nbytes:
+                self._report(nbytes)
+            return crc32
+        for part in parts:
+            done = 0
+            while done < len(part):
+                step = part[done : done + STEP_NBYTES]
+                got = os.preadv(self._fd, [step], offset)
+                if got == 0:
+                    msg = (
+                        f"{self.path}: truncated: {name!r} should go on at byte {offset}. {DAMAGED}"
+                    )
+                    raise CheckpointError(msg)
+                crc32 = zlib.crc32(step[:got], crc32)
+                offset += got
+                done += got
+            if done:
+                self._report(done)
+        return crc32
+
+    # --- tensors --------------------------------------------------------------------------------
+
+    def located(self, item: Item, chunk: TensorInfo) -> Item:
+        """Return an item of DCP with the offset of its elements, which DCP does not record."""
+        try:
+            archive: Any = Slice(self._fd, item.offset, item.nbytes)
+            with torch.serialization.skip_data():
+                described = torch.load(archive, weights_only=True, map_location="cpu")
+            (elements,) = storage_entries(archive)
+        except Exception:  # noqa: BLE001 - torch.load raises a better error later
+            return item
+        is_plain_tensor = (
+            raw_bytes(described) is not None
+            and TensorInfo.of(described) == chunk
+            and described.storage_offset() == 0
+            and elements.nbytes == chunk.nbytes
+        )
+        return replace(item, data_offset=elements.begin) if is_plain_tensor else item
+
+    def check_frame(self, item: Item, chunk: TensorInfo, name: str) -> None:
+        """Raise unless an item with a `data_offset` is such a tensor; reads a few hundred bytes."""
+        if item.data_offset is None:
+            return
+        with contextlib.suppress(Exception):  # Not every dtype has such a frame.
+            before, _ = tensor_frame(chunk.dtype, chunk.shape)
+            found = os.pread(self._fd, len(before), item.offset)
+            if item.data_offset == len(before) and found == before:
+                return
+        # Another release of torch may write another frame.
+        if self.located(replace(item, data_offset=None), chunk) != item:
+            msg = (
+                f"{self.path}: {name!r} is no tensor of {chunk.dtype} and shape {chunk.shape}. "
+                f"{DAMAGED}"
+            )
+            raise CheckpointError(msg)
+
+    def check(self, item: Item, chunk: TensorInfo, name: str) -> None:
+        """Raise unless an item is such a tensor; reads as much as that takes."""
+        self.check_frame(item, chunk, name)
+        if item.data_offset is None:
+            self.load(item, chunk, name)
+
+    def load(self, item: Item, chunk: TensorInfo, name: str) -> Tensor:
+        """Return the tensor that torch.save wrote; execute nothing if it is something else."""
+        content: Any = io.BytesIO(self.read(item, name))
+        try:
+            loaded = torch.load(content, weights_only=True, map_location="cpu")
+        except Exception as error:
+            msg = f"{self.path}: {name!r} cannot be read: {error}"
+            raise CheckpointError(msg) from error
+        if not isinstance(loaded, torch.Tensor):
+            msg = f"{self.path}: {name!r}: expected a tensor, found {type(loaded).__name__}."
+            raise CheckpointError(msg)
+        if TensorInfo.of(loaded) != chunk:
+            msg = (
+                f"{self.path}: {name!r} has shape {tuple(loaded.shape)} and {loaded.dtype}, "
+                f"expected {chunk.shape} and {chunk.dtype}. {DAMAGED}"
+            )
+            raise CheckpointError(msg)
+        return loaded
+
+    def read_box(
+        self,
+        item: Item,
+        chunk: TensorInfo,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        target: Tensor,
+        name: str,
+    ) -> None:
+        """Read a box of a saved chunk into a tensor of its shape; any dtype, device and strides.
+
+        Cost: memory for the box's range of the chunk, unless elements can be read to their final
+        place.
+        """
+        assert item.data_offset is not None
+        strides = chunk.strides
+        start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        numel = 0  # Elements from the box's first to its last.
+        if 0 not in lengths:
+            numel = 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
+        begin = item.data_offset + start * chunk.dtype.itemsize
+        memory = raw_bytes(target) if target.dtype == chunk.dtype else None
+        if memory is not None and numel == target.numel():
+            self.read_into(item, begin, memory, name)
+            torch.autograd.graph.increment_version(target)
+            return
+        run = torch.empty(numel, dtype=chunk.dtype, device="cpu")
+        self.read_into(item, begin, bytes_of(run), name)
+        copy_from_scratch(target, run.as_strided(tuple(lengths), strides))
+
+
+class Slice(io.RawIOBase):
+    """A range of an open file, as a read-only file of its own."""
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        super().__init__()
+        self._fd, self._offset, self._nbytes, self._position = fd, offset, nbytes, 0
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a place in the range."""
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as much as fits or is left."""
+        view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
+        got = os.preadv(self._fd, [view], self._offset + self._position) if view else 0
+        self._position += got
+        return got

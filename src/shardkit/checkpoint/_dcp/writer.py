@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import io
 import itertools
 import math
+import mmap
+import os
 import pickle
 import sys
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import futures
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
+from shardkit._layout import align_up
 from shardkit._params.state_dicts import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import FileStream, not_reported, raw_bytes, tensor_frame
 from shardkit.checkpoint._dcp.manifest import (
+    BLOCK_NBYTES,
     MANIFEST_FILE,
+    STEP_NBYTES,
     Header,
     Item,
     Manifest,
@@ -39,13 +47,15 @@ from shardkit.checkpoint._files.disk import (
     Key,
     Keys,
     join_keys,
+    not_reported,
+    raw_bytes,
     saved_key,
     why_refused,
     write_synced,
 )
+from shardkit.checkpoint._files.formats import tensor_frame
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
@@ -146,13 +156,10 @@ class SavePlanner(DefaultSavePlanner):
         plans, metadata = super().create_global_plan(_without_copies(renamed))
         # DCP keeps strings and positions only, so the manifest has the other keys.
         paths: dict[str, Any] = metadata.planner_data
-        others = {
-            name: [(place, key) for place, key in enumerate(path) if not _is_of_dcp(key)]
-            for name, path in paths.items()
-        }
-        self._writer.keys = {name: keys for name, keys in others.items() if keys}
-        for name in self._writer.keys:
-            paths[name] = tuple(key if _is_of_dcp(key) else str(key) for key in paths[name])
+        for name, path in paths.items():
+            if others := [(n, key) for n, key in enumerate(path) if type(key) not in (str, int)]:
+                self._writer.keys[name] = others
+                paths[name] = tuple(k if type(k) in (str, int) else str(k) for k in path)
         return [
             replace(plan, planner_data=names) for plan, names in zip(plans, own_names, strict=True)
         ], metadata
@@ -207,10 +214,6 @@ def _saved_path(path: Keys, state: Any) -> Any:
             result.append(part)
         state = state[key]
     return tuple(result)
-
-
-def _is_of_dcp(key: Key) -> bool:
-    return type(key) in (str, int)
 
 
 def _entries_of_model(plan: SavePlan) -> frozenset[str]:
@@ -287,6 +290,130 @@ def _nbytes(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
+# --- one file -------------------------------------------------------------------------------------
+#
+# Bytes are copied into two buffers in turn. While one is filled and its checksums are computed, the
+# other is written to the disk, past the page cache where the file system allows that. Copying data
+# that is in the CPU's cache costs little. Writing through the page cache takes twice as long on a
+# local disk, and longer still when the kernel must make room by taking pages from the model.
+
+_BUFFER_NBYTES = 8 << 20
+_DISK_BLOCK_NBYTES = 4096  # Writes past the page cache are multiples of it.
+
+
+class FileStream:
+    """A new file that items are appended to; it is on the disk when the context ends.
+
+    Cost: two buffers of 8 MiB, one thread.
+    """
+
+    def __init__(self, path: Path, report: Callable[[int], None]) -> None:
+        self._report = report
+        self._fd = _create(path)
+        self._buffers = [mmap.mmap(-1, _BUFFER_NBYTES) for _ in range(2)]
+        self._writing: Future[None] | None = None  # The last write that was started.
+        self._current = 0
+        self._filled = 0
+        self._flushed = 0
+        self._thread = ThreadPoolExecutor(1, "shardkit-write")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Write the rest, flush the disk's cache, and close; after an error only close."""
+        try:
+            if kind is None:
+                nbytes = self.nbytes
+                self._flush().result()
+                os.ftruncate(self._fd, nbytes)  # The last write was padded.
+                os.fsync(self._fd)
+        finally:
+            self._thread.shutdown()
+            os.close(self._fd)
+            for buffer in self._buffers:
+                with contextlib.suppress(BufferError):  # An error's traceback refers to it.
+                    buffer.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that have been appended."""
+        return self._flushed + self._filled
+
+    def append(self, *parts: bytes | memoryview, data_offset: int | None = None) -> Item:
+        """Append one item; return its place and its checksums."""
+        offset, crc32s, in_block = self.nbytes, [], 0
+        crc32 = 0
+        for part in parts:
+            start = 0
+            while start < len(part):
+                stop = min(
+                    start + STEP_NBYTES,
+                    len(part),
+                    start + BLOCK_NBYTES - in_block,
+                    start + _BUFFER_NBYTES - self._filled,
+                )
+                step, end = part[start:stop], self._filled + stop - start
+                self._buffers[self._current][self._filled : end] = step
+                crc32 = zlib.crc32(step, crc32)
+                self._filled = end
+                if end == _BUFFER_NBYTES:
+                    self._flush()
+                in_block += stop - start
+                start = stop
+                if in_block == BLOCK_NBYTES:
+                    crc32s.append(crc32)
+                    crc32 = in_block = 0
+        if in_block:
+            crc32s.append(crc32)
+        return Item(offset, self.nbytes - offset, data_offset, tuple(crc32s))
+
+    def _flush(self) -> Future[None]:
+        """Start to write the current buffer, then wait until the other one is free."""
+        nbytes, self._filled = self._filled, 0
+        before, buffer = self._writing, self._buffers[self._current]
+        self._writing = self._thread.submit(self._write, buffer, nbytes, self._flushed)
+        self._flushed += nbytes
+        self._current = 1 - self._current
+        if before is not None:
+            before.result()
+        return self._writing
+
+    def _write(self, buffer: mmap.mmap, nbytes: int, offset: int) -> None:
+        padded = align_up(nbytes, _DISK_BLOCK_NBYTES)
+        with memoryview(buffer) as view:
+            done = 0
+            while done < padded:
+                try:
+                    done += os.pwrite(self._fd, view[done:padded], offset + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not _use_cache(self._fd):
+                        raise
+        self._report(nbytes)
+
+
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # The file system needs the cache.
+            raise
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()  # Some file systems made it nevertheless.
+    return os.open(path, flags, 0o666)
+
+
+def _use_cache(fd: int) -> bool:
+    """Write through the page cache from now on; False if the file did so already."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    direct = getattr(os, "O_DIRECT", 0)
+    if not flags & direct:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
+    return True
+
+
 # --- the writer -----------------------------------------------------------------------------------
 
 
@@ -297,7 +424,11 @@ class CheckpointWriter(FileSystemWriter):
     the coordinator writes `.metadata` and the manifest, flushes the directory and renames it to its
     final name. A run that dies at any moment leaves what had the name before.
 
-    The directory must be one that all ranks see.
+    Args:
+        path: The checkpoint's directory, which all ranks must see.
+        overwrite: Permission to replace a checkpoint that has this name.
+        step: Training step, for the manifest.
+        report: Function that is called on each rank with the numbers of bytes that it has written.
 
     Attributes:
         target: Path that the checkpoint gets.
@@ -306,7 +437,7 @@ class CheckpointWriter(FileSystemWriter):
         keys: Part of the manifest: keys of dicts that are no strings.
     """
 
-    def __init__(  # noqa: D417 - `path` needs no more
+    def __init__(
         self,
         path: str | os.PathLike[str],
         *,
@@ -314,20 +445,12 @@ class CheckpointWriter(FileSystemWriter):
         step: int | None = None,
         report: Callable[[int], None] | None = None,
     ) -> None:
-        """Write nothing yet.
-
-        Args:
-            overwrite: Permission to replace a checkpoint that has this name.
-            step: Training step, for the manifest.
-            report: Function that is called on each rank with the numbers of bytes that it has
-                written.
-        """
         self.target = directory.normalized(path)
         super().__init__(self.target, overwrite=overwrite)
         self._step = step
         self.layout: Mapping[str, Any] = {}
         self.stages: Sequence[Sequence[str]] = ()
-        self.keys: Mapping[str, Sequence[tuple[int, Key]]] = {}
+        self.keys: dict[str, list[tuple[int, Key]]] = {}
         self._report = report or not_reported
         self._before: directory.Stamp = None
         self._new: Path | None = None
@@ -369,7 +492,9 @@ class CheckpointWriter(FileSystemWriter):
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: dcp.SavePlanner
+    ) -> futures.Future[list[WriteResult]]:
         """Write this rank's file and flush it to the disk.
 
         Cost: 16 MiB of buffers; tensors on the host are not copied as a whole.
@@ -389,7 +514,7 @@ class CheckpointWriter(FileSystemWriter):
                 for item in sorted(plan.items, key=lambda item: item.type is not _BYTES):
                     stored = _write_item(stream, planner.resolve_data(item))
                     results.append(WriteResult(item.index, stored.nbytes, (name, stored)))
-        future: Future[list[WriteResult]] = Future()
+        future: futures.Future[list[WriteResult]] = futures.Future()
         future.set_result(results)
         return future
 

@@ -14,15 +14,13 @@ import re
 import secrets
 import socket
 import stat
-import struct
 import time
-import weakref
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError, ShardkitError
 from shardkit._processes import boot_and_namespace, start_of
@@ -42,9 +40,14 @@ MAX_INDEX_NBYTES = 2**30
 
 DAMAGED = "The checkpoint is damaged: load another one."
 
-_KEY_LIMIT = 1 << 62
+SIZE_LIMIT = 1 << 62
+"""Limit of sizes, offsets and keys in files: sums of a few sizes below it fit 64 bits."""
 
 _MAX_NAME_LEN = 255  # No file system has longer names.
+
+
+def not_reported(nbytes: int) -> None:
+    """Ignore that bytes have been written or read."""
 
 
 class IntKey(int):
@@ -130,19 +133,16 @@ class Source:
         if out.dtype == dtype and out.device.type == "cpu":
             self.read_into(name, start, out)
         else:
-            self._copy_into(name, start, out, dtype)
+            if self._room is None:
+                self._room = torch.empty(PART_NBYTES, dtype=torch.uint8, device="cpu")
+            room = self._room.view(dtype)
+            for first in range(0, out.numel(), room.numel()):
+                part = out[first : first + room.numel()]
+                self.read_into(name, start + first, room[: part.numel()])
+                copy_from_scratch(part, room[: part.numel()])
         # Torch did not see the write. Ranks that have no element note it as well: what they
         # gathered before is as old as on other ranks.
         torch.autograd.graph.increment_version(out)
-
-    def _copy_into(self, name: str, start: int, out: Tensor, dtype: torch.dtype) -> None:
-        if self._room is None:
-            self._room = torch.empty(PART_NBYTES, dtype=torch.uint8, device="cpu")
-        room = self._room.view(dtype)
-        for first in range(0, out.numel(), room.numel()):
-            part = out[first : first + room.numel()]
-            self.read_into(name, start + first, room[: part.numel()])
-            copy_from_scratch(part, room[: part.numel()])
 
 
 def join_keys(path: Keys) -> str:
@@ -190,7 +190,7 @@ def key_of_number(value: Any) -> Key:
     Raises:
         ValueError: It is no number, bool or None, or too large.
     """
-    if type(value) is int and abs(value) < _KEY_LIMIT:
+    if type(value) is int and abs(value) < SIZE_LIMIT:
         return IntKey(value)
     if value is not None and type(value) not in (bool, float):
         msg = f"a key is {value!r}"
@@ -221,12 +221,19 @@ def is_sparse(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is not torch.strided
 
 
-def without_memory(info: TensorInfo) -> Tensor:
-    """Return a contiguous tensor whose memory is never touched, so that it takes none."""
-    # torch.empty would fill it if deterministic algorithms are on.
-    storage = torch.UntypedStorage(info.nbytes, device="cpu")
-    empty = torch.empty(0, dtype=info.dtype, device="cpu")
-    return empty.set_(storage, 0, info.shape, info.strides)
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is of no subclass, and its elements lie in an ordinary storage."""
+    is_exact = type(tensor) in {Tensor, nn.Parameter, nn.Buffer}
+    return is_exact and tensor.layout is torch.strided
+
+
+def raw_bytes(tensor: Tensor) -> memoryview | None:
+    """Return the memory of a contiguous tensor on the host; None for any other tensor."""
+    if not is_plain(tensor) or tensor.device.type != "cpu":
+        return None
+    if tensor.is_quantized or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return bytes_of(tensor.reshape(-1))
 
 
 def bytes_of(flat: Tensor) -> memoryview:
@@ -236,60 +243,6 @@ def bytes_of(flat: Tensor) -> memoryview:
     # Through uint8, since numpy lacks dtypes such as bfloat16.
     array: Any = dense.view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def read_at(fd: int, offset: int, flat: Tensor, path: Path) -> None:
-    """Fill a 1-D contiguous tensor on the host from a file; raise if the file is too short."""
-    buffer = bytes_of(flat)
-    while len(buffer):
-        # One call reads 2 GiB at most.
-        count = os.preadv(fd, [buffer], offset)
-        if count == 0:
-            msg = (
-                f"{path} ends at byte {offset}, but {len(buffer)} bytes more were expected: it was "
-                f"truncated. Fetch or write it again."
-            )
-            raise CheckpointError(msg)
-        buffer, offset = buffer[count:], offset + count
-
-
-@dataclass(slots=True)
-class Extent:
-    """Where the elements of a tensor that is being written lie in a file."""
-
-    begin: int  # Offset of its first byte.
-    nbytes: int  # Number of bytes.
-    crc_places: tuple[int, ...] = ()  # Offsets of the checksums of these bytes.
-    written: int = 0  # Number of bytes written so far.
-    crc: int = 0  # Checksum of the bytes written so far.
-
-
-class TensorWriter:
-    """An open file to which tensors are written one after another, in parts; it closes the file."""
-
-    def __init__(self, fd: int, extents: Mapping[Any, Extent]) -> None:
-        self._fd = fd
-        self._extents = extents
-        self.close = weakref.finalize(self, os.close, fd)
-
-    def append(self, name: str | int, flat: Tensor) -> None:
-        """Write the next elements of a tensor: 1-D, contiguous, on the host."""
-        extent, buffer = self._extents[name], bytes_of(flat)
-        if extent.crc_places:
-            extent.crc = zlib.crc32(buffer, extent.crc)
-        while len(buffer):
-            count = os.pwrite(self._fd, buffer, extent.begin + extent.written)
-            extent.written += count
-            buffer = buffer[count:]
-
-    def finish(self) -> None:
-        """Write checksums, flush the file to the disk and close it."""
-        for name, extent in self._extents.items():
-            assert extent.written == extent.nbytes, name
-            for place in extent.crc_places:
-                os.pwrite(self._fd, struct.pack("<I", extent.crc), place)
-        os.fsync(self._fd)
-        self.close()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -387,7 +340,6 @@ ABANDONED_AFTER_S = 3600.0
 If it is alive after all, its save fails, and the old checkpoint keeps its name.
 """
 
-_NAME_MAX = 255
 _OWNER_MAX = 64  # Length of the owner in a name, without its host.
 # Names without an owner: earlier releases of shardkit made them.
 _ASIDE = re.compile(
@@ -446,7 +398,7 @@ class Aside:
 def new_aside(path: Path, kind: str) -> Path:
     """Return a name beside `path` that no other job uses."""
     me = own()
-    room = max(_NAME_MAX - _OWNER_MAX - len(os.fsencode(path.name)), 0)
+    room = max(_MAX_NAME_LEN - _OWNER_MAX - len(os.fsencode(path.name)), 0)
     owner = f"{me.host[:room]}-{me.pid}-{me.place}-{me.start}-{secrets.token_hex(4)}"
     return path.with_name(f".{path.name}.{owner}{kind}")
 

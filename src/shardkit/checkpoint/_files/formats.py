@@ -6,6 +6,7 @@ hold only the present part in memory.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import struct
 import sys
 import weakref
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +30,17 @@ from shardkit._text import NotOfKindError, byte_size, listed
 from shardkit._tree import iter_tensors
 from shardkit.checkpoint._files.disk import (
     INCOMPLETE,
-    Extent,
+    SIZE_LIMIT,
     Source,
     TensorInfo,
-    TensorWriter,
     asides_in,
+    bytes_of,
     fsync_directory,
     is_plain_name,
     is_sparse,
     new_aside,
     open_regular,
-    read_at,
     read_index,
-    without_memory,
     write_synced,
 )
 
@@ -57,6 +57,21 @@ if TYPE_CHECKING:
 
 _NESTED_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Where training scripts put the model's state dict."""
+
+
+def read_at(fd: int, offset: int, flat: Tensor, path: Path) -> None:
+    """Fill a 1-D contiguous tensor on the host from a file; raise if the file is too short."""
+    buffer = bytes_of(flat)
+    while len(buffer):
+        # One call reads 2 GiB at most.
+        count = os.preadv(fd, [buffer], offset)
+        if count == 0:
+            msg = (
+                f"{path} ends at byte {offset}, but {len(buffer)} bytes more were expected: it was "
+                f"truncated. Fetch or write it again."
+            )
+            raise CheckpointError(msg)
+        buffer, offset = buffer[count:], offset + count
 
 
 class _OpenFile(Source):
@@ -249,7 +264,54 @@ def _listed(loaded: Mapping[str, Any]) -> str:
     return shown or "nothing"
 
 
+@dataclass(slots=True)
+class Extent:
+    """Where the elements of a tensor that is being written lie in a file."""
+
+    begin: int  # Offset of its first byte.
+    nbytes: int  # Number of bytes.
+    crc_places: tuple[int, ...] = ()  # Offsets of the checksums of these bytes.
+    written: int = 0  # Number of bytes written so far.
+    crc: int = 0  # Checksum of the bytes written so far.
+
+
+class TensorWriter:
+    """An open file to which tensors are written one after another, in parts; it closes the file."""
+
+    def __init__(self, fd: int, extents: Mapping[Any, Extent]) -> None:
+        self._fd = fd
+        self._extents = extents
+        self.close = weakref.finalize(self, os.close, fd)
+
+    def append(self, name: str | int, flat: Tensor) -> None:
+        """Write the next elements of a tensor: 1-D, contiguous, on the host."""
+        extent, buffer = self._extents[name], bytes_of(flat)
+        if extent.crc_places:
+            extent.crc = zlib.crc32(buffer, extent.crc)
+        while len(buffer):
+            count = os.pwrite(self._fd, buffer, extent.begin + extent.written)
+            extent.written += count
+            buffer = buffer[count:]
+
+    def finish(self) -> None:
+        """Write checksums, flush the file to the disk and close it."""
+        for name, extent in self._extents.items():
+            assert extent.written == extent.nbytes, name
+            for place in extent.crc_places:
+                os.pwrite(self._fd, struct.pack("<I", extent.crc), place)
+        os.fsync(self._fd)
+        self.close()
+
+
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def without_memory(info: TensorInfo) -> Tensor:
+    """Return a contiguous tensor whose memory is never touched, so that it takes none."""
+    # torch.empty would fill it if deterministic algorithms are on.
+    storage = torch.UntypedStorage(info.nbytes, device="cpu")
+    empty = torch.empty(0, dtype=info.dtype, device="cpu")
+    return empty.set_(storage, 0, info.shape, info.strides)
 
 
 def torch_writer(
@@ -345,6 +407,41 @@ def storage_entries(file: IO[bytes]) -> list[Extent]:
     return [found[i] for i in range(len(found))]
 
 
+class _Frame:
+    """A file that collects what torch.save writes around the elements of a tensor."""
+
+    def __init__(self) -> None:
+        self.before = bytearray()
+        self.after: bytearray | None = None
+
+    def write(self, part: memoryview) -> int:
+        """Collect bytes."""
+        target = self.before if self.after is None else self.after
+        target += part
+        return len(part)
+
+    def seek(self, offset: int, whence: int) -> None:
+        """Skip the elements; what comes next stands after them."""
+        assert whence == os.SEEK_CUR, offset
+        assert self.after is None
+        self.after = bytearray()
+
+    def flush(self) -> None:
+        """Do nothing: torch.save calls it."""
+
+
+@functools.lru_cache(maxsize=1024)
+def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return what torch.save writes before and after the elements of a contiguous tensor.
+
+    torch.save itself would write the whole storage of which a piece is a view.
+    """
+    frame = _Frame()
+    with torch.serialization.skip_data():
+        torch.save(without_memory(TensorInfo(shape, dtype)), frame)  # type: ignore[arg-type]
+    return bytes(frame.before), bytes(frame.after or b"")
+
+
 # --- safetensors ----------------------------------------------------------------------------------
 #
 # Its specification: huggingface.co/docs/safetensors. The package of that name is not used, because
@@ -421,7 +518,7 @@ class SafetensorsFile(_OpenFile):
             start, stop = entry["data_offsets"]
             numbers = (*shape, start, stop)
             fits = isinstance(dtype, str) and all(
-                type(n) is int and 0 <= n < 2**62 for n in numbers
+                type(n) is int and 0 <= n < SIZE_LIMIT for n in numbers
             )
         except (TypeError, KeyError, ValueError):
             fits = False

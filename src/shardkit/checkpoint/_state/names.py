@@ -7,7 +7,6 @@ checkpoint leave the wrapper out. They are the same as in torch's ``get_state_di
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,27 +111,19 @@ def split_at_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...
 # --- tensors of a model ---------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class NamedTensor:
-    """A tensor of the model with all its names."""
-
-    names: list[str]
-    tensor: Tensor
-
-
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Return the model's state dict: the tensors themselves, also hidden sharded ones."""
     state = model.state_dict(keep_vars=True)
     return {plain_name(model, name): value for name, value in state.items()}
 
 
-def by_identity(state: dict[str, Any]) -> list[NamedTensor]:
-    """Return the model's tensors, each once."""
-    entries: dict[int, NamedTensor] = {}
+def names_of_tensors(state: Mapping[str, Any]) -> dict[Tensor, list[str]]:
+    """Return every name of each tensor of a state, in order."""
+    names: dict[Tensor, list[str]] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            entries.setdefault(id(value), NamedTensor([], value)).names.append(name)
-    return list(entries.values())
+            names.setdefault(value, []).append(name)
+    return names
 
 
 def memory_of(tensor: Any) -> Tensor:

@@ -176,6 +176,7 @@ class FromFirstRank(Source):
             low, high = max(begin, start), min(begin + part.numel(), stop)
             if low < high:
                 copy_from_scratch(out[low - start : high - start], part[low - begin : high - begin])
+        torch.autograd.graph.increment_version(out)  # Also of ranks that have no element.
 
     def receive(
         self, target_of: Callable[[Any, TensorInfo], Any] = lambda *_: None
