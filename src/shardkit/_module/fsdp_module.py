@@ -98,6 +98,14 @@ class UnshardHandle:
 class FSDPModule(_Base):
     """Methods of a module that `fully_shard` has sharded."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leave the original class out when its sharded class is made.
+
+        It may want arguments, or keep a list of its subclasses.
+        """
+        if cls.__bases__[0] is not FSDPModule:
+            super().__init_subclass__(**kwargs)
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: containers build new ones when sliced."""
         original = cls.__mro__[2]
