@@ -88,7 +88,9 @@ def abort_group(group: dist.ProcessGroup | None) -> None:
     for offset in range(1, group.size()):
         source = (group.rank() + offset) % group.size()
         with contextlib.suppress(RuntimeError):
-            probe = dist.irecv(torch.zeros(1), group=group, group_src=source, tag=_PROBE_TAG)
+            probe = dist.irecv(
+                torch.zeros(1, device="cpu"), group=group, group_src=source, tag=_PROBE_TAG
+            )
             assert probe is not None, "this rank is in the group"
             probe.wait(timedelta(milliseconds=1))
 
