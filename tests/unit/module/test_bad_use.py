@@ -152,6 +152,16 @@ def test_hooks_that_are_set_on_a_piece() -> None:
     assert trains(model)
 
 
+def test_a_mode_that_copies_saved_tensors() -> None:
+    model, _ = sharded_model()
+    with (
+        torch.autograd.graph.allow_mutation_on_saved_tensors(),
+        pytest.raises(StateError, match=r"allow_mutation_on_saved_tensors.* has been given back"),
+    ):
+        model(torch.ones(2, 4))
+    assert trains(model)
+
+
 def test_another_model_sharded_later_is_no_newcomer() -> None:
     model, mesh = sharded_model()
     assert trains(model)
