@@ -243,7 +243,8 @@ def random_factor(matrix: Matrix, seed: int, iteration: int, like: Tensor) -> Te
     text = f"{seed}/{iteration}/{matrix.name}".encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
     generator = torch.Generator().manual_seed(number)
-    factor = torch.randn(matrix.columns, matrix.rank, generator=generator, dtype=torch.float64)
+    shape = (matrix.columns, matrix.rank)
+    factor = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return like.new_empty(factor.shape).copy_(factor)
 
 

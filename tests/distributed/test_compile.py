@@ -279,6 +279,38 @@ def test_a_compiled_function_that_calls_backward() -> None:
     assert_within([differences], parameter=SGD_TOLERANCE)
 
 
+def call_methods(model: typing.Any) -> None:
+    model[0].unshard(async_op=True).wait()
+    model.unshard()
+    model.reshard()
+    copy.deepcopy(model)
+    with shardkit.summon_full_params(model):
+        assert model[1].weight.shape == (5, 7)
+    model.reset_iter_state()
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_compiled_function_that_calls_methods() -> None:
+    """The graph breaks at those that gather, free or copy parameters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5))
+    model = copy.deepcopy(plain)
+    for module in (model[0], model):
+        fully_shard(module)
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+
+    @torch.compile(backend="eager")
+    def step(batch: Batch) -> None:
+        call_methods(model)
+        squared_error(model, batch).backward()
+
+    step(my_batch(CASE, 0))
+    squared_error(plain, global_batch(CASE, 0)).backward()
+    differences = Differences()
+    differences.note_grads(model, plain)
+    assert_within([differences], grad=SGD_TOLERANCE)
+
+
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_compiled_autograd_is_refused_by_its_setting() -> None:
     """It is right beside sharded modules, and outside of the compiled function."""

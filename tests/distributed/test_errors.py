@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import typing
 import weakref
 
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 import shardkit
 from models import CASES, GPT, MLP
 from reference import global_batch, my_batch, shard
-from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard, init_device_mesh
+from shardkit import MixedPrecisionPolicy, ShardedTensor, StateError, fully_shard, init_device_mesh
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
+    import pathlib
     from collections.abc import Callable
 
     import workers
@@ -341,6 +343,29 @@ def all_exceptions() -> list[type[BaseException]]:
     for error in found:
         found.extend(error.__subclasses__())
     return found
+
+
+@on_ranks(2)
+def test_models_of_a_process_group_that_has_ended(tmp_path: pathlib.Path) -> None:
+    """They say so while there is none and when there is another one, in which new models train."""
+    models = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
+    models[0](torch.ones(1, 4)).sum().backward()
+    rank = dist.get_rank()
+    uses = [functools.partial(model, torch.ones(1, 4)) for model in models]
+    uses += [models[0].weight.full_tensor, models[0].weight.norm]
+    for is_new in (False, True):
+        if is_new:
+            store = dist.FileStore(str(tmp_path / "store"), 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        else:
+            dist.barrier()
+            dist.destroy_process_group()
+        for use in uses:
+            with pytest.raises(StateError, match=r"destroy_process_group\(\) has ended .* anew"):
+                use()
+    new = fully_shard(nn.Linear(4, 4))
+    new(torch.ones(1, 4)).sum().backward()
+    assert new.weight.grad is not None
 
 
 def test_every_exception_is_public_and_derives_from_one() -> None:

@@ -33,6 +33,8 @@ from reference import (
     assert_within,
     full_parameters,
     shard,
+    step_all,
+    step_batches,
     train,
 )
 from shardkit import ShardedTensor, fully_shard
@@ -107,6 +109,31 @@ def test_a_mesh_of_torch_is_accepted(mesh_shape: tuple[int, ...]) -> None:
     assert_within(
         [compare_training(case, shard(case, copy.deepcopy(reference), mesh), reference)], **TRAINED
     )
+
+
+@on_ranks(2)
+def test_another_default_device_changes_nothing() -> None:
+    """What ranks tell each other is memory of the host."""
+    case = CASES["mlp"]
+    plain = case.make()
+    with torch.device("meta"):
+        model = shard(case, copy.deepcopy(plain))
+    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (model, plain)]
+    differences = Differences()
+    for batch, whole in step_batches(case, range(2)):
+        for each in (model, plain):
+            with torch.no_grad(), torch.device("meta"):
+                for param in each.parameters():
+                    param.mul_(0.5)
+        with torch.device("meta"):
+            with torch.no_grad():
+                model(batch[0])
+            case.loss(model, batch).backward()
+        case.loss(plain, whole).backward()
+        differences.note_grads(model, plain)
+        step_all(optimizers)
+    differences.note_parameters(model, plain)
+    assert_within([differences], grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
 def train_while_switching_reshard(ranks: Ranks) -> Differences:

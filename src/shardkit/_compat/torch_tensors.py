@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from shardkit._compat import torch_modules
+from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,15 +159,26 @@ def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
+_COPIES = (
+    "torch.autograd.graph.allow_mutation_on_saved_tensors() copies what autograd has saved, and so "
+    "would read parameters of sharded modules whose memory has been given back. Leave it before a "
+    "forward or backward of a sharded module, and clone what the forward writes."
+)
+
+
 def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
     """Hide a function's operators from selective checkpointing and transforms of `torch.func`.
 
     Selective checkpointing counts the operators of a forward, and finds its kept outputs by the
     same count in the recomputation. Gathering and freeing use different operators in the two.
     Transforms refuse writes to tensors that are not their arguments. Other modes see the operators.
+
+    Raises:
+        StateError: A mode is on that copies saved tensors when they are written.
     """
     checkpoint: Any = torch.utils.checkpoint
     selective = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+    copying = torch.autograd.graph._CloneArgBeforeMutateMode
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -178,6 +190,8 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
         if torch._C._len_torch_dispatch_stack() == 0:
             return function(*args, **kwargs)
         modes = _python_dispatch._get_current_dispatch_mode_stack()
+        if any(isinstance(mode, copying) for mode in modes):
+            raise StateError(_COPIES)
         if not any(isinstance(mode, selective) for mode in modes):
             return function(*args, **kwargs)
         with _python_dispatch._disable_current_modes(), contextlib.ExitStack() as stack:

@@ -48,6 +48,8 @@ def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         msg = f"fully_shard takes a module or a list of modules, got {type(module).__name__}."
         raise WrapError(msg)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise WrapError(_of_jit("the module"))
     if get_state(module) is not None:
         msg = (
             f"fully_shard was called on this {own_class(module).__name__} before. Call it once "
@@ -210,9 +212,11 @@ def find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterato
     yield from found.values()
 
 
-def check_initialized(found: Iterable[ParamEntry]) -> None:
-    """Refuse parameters of lazy modules, whose shapes only a forward can tell."""
+def check_kinds(found: Iterable[ParamEntry]) -> None:
+    """Refuse parameters of compiled graphs, and of lazy modules, whose shapes a forward tells."""
     for item in found:
+        if any(isinstance(module, torch.jit.ScriptModule) for module, _ in item.sites):
+            raise WrapError(_of_jit(f"the module of parameter {item.name!r}"))
         if nn.parameter.is_lazy(item.param):
             module, attribute = item.sites[0]
             msg = (
@@ -221,6 +225,14 @@ def check_initialized(found: Iterable[ParamEntry]) -> None:
                 f"shape and with one seed on all ranks, before it is sharded."
             )
             raise WrapError(msg)
+
+
+def _of_jit(what: str) -> str:
+    return (
+        f"{what} is scripted or traced by torch.jit, which keeps parameters that cannot be "
+        f"exchanged. Shard the module that it was made from, use torch.compile instead, or pass "
+        f"its parameters as ignored_params to the call on a module around it."
+    )
 
 
 _taken_memory: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[int, tuple[int, str]]] = (

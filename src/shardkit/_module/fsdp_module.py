@@ -83,6 +83,7 @@ class UnshardHandle:
     def __init__(self, state: ModuleState) -> None:
         self._state = state
 
+    @torch_modules.untraced
     def wait(self) -> None:
         """Wait until the module's parameters are unsharded.
 
@@ -96,6 +97,14 @@ class UnshardHandle:
 
 class FSDPModule(_Base):
     """Methods of a module that `fully_shard` has sharded."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leave the original class out when its sharded class is made.
+
+        It may want arguments, or keep a list of its subclasses.
+        """
+        if cls.__bases__[0] is not FSDPModule:
+            super().__init_subclass__(**kwargs)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: containers build new ones when sliced."""
@@ -116,6 +125,7 @@ class FSDPModule(_Base):
             raise StateError(msg)
         raise AttributeError
 
+    @torch_modules.untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return an independent sharded copy: own pieces, same mesh, process groups and options.
 
@@ -159,6 +169,7 @@ class FSDPModule(_Base):
         written = attributes, state.group, state.policy, dataclasses.asdict(state.settings)
         return new_module, (own_class(self),), written, None, None, _restore
 
+    @torch_modules.untraced
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert the pieces (``to``, ``half``, ``to_empty``, ...), and lay them end to end again.
 
@@ -197,6 +208,7 @@ class FSDPModule(_Base):
         # Nearly always the parameters are sharded, and `settled` is not called.
         return ((n, p if isinstance(p, ShardedTensor) else settled(p)) for n, p in named)
 
+    @torch_modules.untraced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.
 
@@ -222,6 +234,7 @@ class FSDPModule(_Base):
         handle.wait()
         return None
 
+    @torch_modules.untraced
     def reshard(self) -> None:
         """Free this module's unsharded parameters and show the sharded ones. Not recursive."""
         runtime = state_of(self).runtime
@@ -270,6 +283,7 @@ class FSDPModule(_Base):
             group.settings.next_in_backward = _groups_of(modules)
         _update_options(self)
 
+    @torch_modules.untraced
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -314,6 +328,7 @@ class FSDPModule(_Base):
         nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
+    @torch_modules.untraced
     def check_replicas(self) -> None:
         """Compare the replicas of a hybrid mesh: all elements of all parameters, bit by bit.
 
@@ -327,6 +342,7 @@ class FSDPModule(_Base):
         """
         check_same_replicas([*groups_in(self, recurse=True)])
 
+    @torch_modules.untraced
     def check_gradients(self) -> None:
         """Raise if gradients are not finite; name the parameter, and the rank where it began.
 
@@ -346,6 +362,7 @@ class FSDPModule(_Base):
             notes, rank = runtime.backward.finite_notes, groups[0].mesh.rank
             check_gradients(groups, notes, runtime.axes, rank)
 
+    @torch_modules.untraced
     def reset_iter_state(self) -> None:
         """Return to the state between steps, after an exception in forward or backward.
 

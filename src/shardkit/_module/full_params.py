@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardkit._compat import torch_autograd
+from shardkit._compat import torch_autograd, torch_modules
 from shardkit._errors import StateError, WrapError
 from shardkit._module.hooks import get_state, groups_in
 from shardkit._params.flat_store import FlatStore
@@ -40,6 +40,7 @@ class WholeBucket:
     parameter, in the graph.
     """
 
+    @torch_modules.untraced
     def __init__(self, bucket: Bucket, options: _Options, *, keep: bool) -> None:
         self._bucket = bucket
         self._options = options
@@ -81,6 +82,7 @@ class WholeBucket:
         param.__dict__.update({**user_attributes(sharded), **param.__dict__})
         return param
 
+    @torch_modules.untraced
     def hide(self) -> None:
         """Let the modules hold the sharded parameters again; no communication.
 

@@ -232,7 +232,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     checks.check_ties(modules, ignored)
     candidates = list(checks.find_params(modules, ignored))
     checks.check_not_taken(modules, candidates)
-    checks.check_initialized(candidates)
+    checks.check_kinds(candidates)
     if dp_mesh_dims is not None:
         shard_mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     else:

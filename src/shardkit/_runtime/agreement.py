@@ -677,7 +677,7 @@ class _UsedOnMesh:
         self.mesh = mesh
         self._groups = groups
         self.handle: CheckHandle | None = None
-        self.flags = torch.empty(0, dtype=torch.int64)
+        self.flags = torch.empty(0, dtype=torch.int64, device="cpu")
         self._written: dict[int, KnownValue | None] = {}
         self._compares_written = True
         self._is_checked = True
@@ -754,7 +754,7 @@ class _UsedOnMesh:
         steps, pickled = self._done = self._actions.take()
         done = _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
         numbers = [*fired, number, -number, done, -done]
-        self.flags = torch.tensor(numbers, dtype=torch.int64)
+        self.flags = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._is_checked = False
         if _events.observer is not None:
             _events.observer.begin(

@@ -126,7 +126,7 @@ def _check_alike(
     group: ParamGroup, written: dict[str, int], axes: Sequence[AxisComm], streams: CommStreams
 ) -> None:
     digest = sum(hash_of(name) * value for name, value in written.items()) % 2**62
-    extremes = torch.tensor([digest, -digest], dtype=torch.int64)
+    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
     streams.start_all_reduce_max(extremes, axes, f"what forward wrote to {listed(written)}").wait()
     highest, lowest = extremes.tolist()
     if highest == -lowest:

@@ -302,4 +302,4 @@ def _entry_of(tensor: ShardedTensor) -> Any:
 def constant(value: float, like: Tensor) -> Tensor:
     """Return a tensor with the same fingerprint as one like `like` that is filled with a number."""
     count = min(like.numel(), _MAX_SAMPLES)
-    return torch.full((count,), value, dtype=like.dtype)
+    return torch.full((count,), value, dtype=like.dtype, device="cpu")

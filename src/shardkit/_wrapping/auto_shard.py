@@ -167,7 +167,7 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
     prepare = _prepare_of(before, auto_wrapper_callable)
     _check_model(model)
     checks.check_ignored(ignored_params or set())
-    checks.check_initialized(checks.find_params([model], ignored_params or set()))
+    checks.check_kinds(checks.find_params([model], ignored_params or set()))
     chosen = None if strategy is None else strategy_of(strategy)
     if chosen is not None and reshard_after_forward is not None:
         msg = (

@@ -384,7 +384,7 @@ def read_directly(links: HostLinks, group: dist.ProcessGroup) -> DirectReads | N
     ranks of the group must call this. Its cost: two all-gathers of small objects.
     """
     direct = DirectReads(links.for_reads, links.pids, CONNECT_S)
-    own = torch.tensor([group.rank()])
+    own = torch.tensor([group.rank()], device="cpu")
     found = [torch.full_like(own, -1) for _ in links.pids]
     with contextlib.suppress(RuntimeError):
         direct.start([[own]] * len(found), found, 0).wait()

@@ -101,6 +101,22 @@ def test_ignored_parameters_of_lazy_modules() -> None:
     assert trains(fully_shard(model, mesh, ignored_params=set(model[1].parameters())))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4))])
+def test_modules_of_torch_jit(make: Callable[[nn.Module], nn.Module]) -> None:
+    """Their parameters cannot be exchanged; ignored ones train."""
+    mesh, _ = recording_mesh((4,))
+    model = nn.Sequential(nn.Linear(4, 4), make(nn.Linear(4, 4)))
+    with pytest.raises(WrapError, match=r"^the module is scripted or traced by torch.jit"):
+        fully_shard(model[1], mesh)
+    with pytest.raises(WrapError, match=r"parameter '1.weight' is scripted .* ignored_params"):
+        fully_shard(model, mesh)
+    with pytest.raises(WrapError, match=r"parameter '1.weight' is scripted"):
+        auto_shard(model, 4, apply=False)
+    assert type(model) is nn.Sequential
+    assert trains(fully_shard(model, mesh, ignored_params=set(model[1].parameters())))
+
+
 # --- in which order -----------------------------------------------------------------------------
 
 
@@ -133,6 +149,16 @@ def test_hooks_that_are_set_on_a_piece() -> None:
     with pytest.raises(StateError, match=r"'0.weight' has fsdp_pre_all_gather, which no gather"):
         trains(model)
     del piece.fsdp_pre_all_gather
+    assert trains(model)
+
+
+def test_a_mode_that_copies_saved_tensors() -> None:
+    model, _ = sharded_model()
+    with (
+        torch.autograd.graph.allow_mutation_on_saved_tensors(),
+        pytest.raises(StateError, match=r"allow_mutation_on_saved_tensors.* has been given back"),
+    ):
+        model(torch.ones(2, 4))
     assert trains(model)
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit._compat import torch_groups
-from shardkit._errors import RankMismatchError
+from shardkit._errors import RankMismatchError, StateError
 from shardkit._processes import machine_id, process_state
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import runs
@@ -88,7 +88,9 @@ def abort_group(group: dist.ProcessGroup | None) -> None:
     for offset in range(1, group.size()):
         source = (group.rank() + offset) % group.size()
         with contextlib.suppress(RuntimeError):
-            probe = dist.irecv(torch.zeros(1), group=group, group_src=source, tag=_PROBE_TAG)
+            probe = dist.irecv(
+                torch.zeros(1, device="cpu"), group=group, group_src=source, tag=_PROBE_TAG
+            )
             assert probe is not None, "this rank is in the group"
             probe.wait(timedelta(milliseconds=1))
 
@@ -179,7 +181,10 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog) -> None:
         self.group = group
         self.name = group.group_name
-        self.ranks = dist.get_process_group_ranks(group)
+        try:
+            self.ranks = dist.get_process_group_ranks(group)
+        except KeyError:
+            raise StateError(_DESTROYED) from None
         self.watchdog = watchdog
         self.sequence = CollectiveSequence()  # Issued collectives.
         self.in_flight = InFlight()  # Collectives that a device runs.
@@ -832,6 +837,12 @@ def _is_agents_store() -> bool:
 at_end: list[Any] = []
 """Functions called when this process stops taking part, with the `RunStore` and number of ranks."""
 
+_DESTROYED = (
+    "destroy_process_group() has ended the process group of this mesh, so what is sharded over it "
+    "cannot communicate any more. Save a checkpoint before that. After init_process_group() make "
+    "the mesh and the model anew, and load the checkpoint."
+)
+
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _current: Watchdog | None = None
 _lock = threading.Lock()
@@ -839,9 +850,16 @@ _of_thread = threading.local()
 
 
 def current_watchdog() -> Watchdog:
-    """Return the watchdog of the default process group; the first call makes it."""
+    """Return the watchdog of the default process group; the first call makes it.
+
+    Raises:
+        StateError: There is no default process group any more.
+    """
     global _current  # noqa: PLW0603 - one process, one watchdog
-    store = torch_groups.default_store()
+    try:
+        store = torch_groups.default_store()
+    except ValueError:
+        raise StateError(_DESTROYED) from None
     if torch_groups.ranks_are_threads():  # They look alike, so none is asked.
         found: Watchdog | None = getattr(_of_thread, "watchdog", None)
         if found is None or found.default_store is not store:
@@ -861,7 +879,11 @@ def current_watchdog() -> Watchdog:
 
 
 def channel_of(group: dist.ProcessGroup | None) -> Channel:
-    """Return the channel of a process group (None: the default one), always the same object."""
+    """Return the channel of a process group (None: the default one), always the same object.
+
+    Raises:
+        StateError: The process group has been destroyed.
+    """
     group = group or dist.group.WORLD
     assert group is not None, "there is a process group"
     watchdog = current_watchdog()
