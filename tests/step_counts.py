@@ -6,8 +6,7 @@ names it. If it is meant to move, write the file anew, and say in the commit wha
     SHARDKIT_NEW_COUNTS=1 pytest tests/distributed/test_step_counts.py tests/streams/test_counts.py
 
 Counts of Python's calls are those of one version of Python and torch. Elsewhere they may differ by
-5 %, and so may those whose name says it. Instructions of Python are compared on that version only,
-with the same 5 %: ranks differ a little. All others are equal everywhere.
+5 %, and so may those whose name says it. All others are equal everywhere.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ Counts = dict[str, int]
 _GOLDEN = Path(__file__).parent / "golden" / "step_counts.toml"
 _RENEW = "SHARDKIT_NEW_COUNTS"
 _CALLS = "calls of Python"
-_INSTRUCTIONS = "instructions of Python"
 ABOUT = "about (5 %)"
 """Begins the name of a count that is not the same in each run."""
 _TOLERANCE = 0.05
@@ -85,12 +83,8 @@ def check(section: str, found: Counts) -> None:
 def _is_same(key: str, was: int, now: int) -> bool:
     if was == now:
         return True
-    is_other_version = _versions() != _golden_versions()
-    if key.startswith(_INSTRUCTIONS) and is_other_version:
-        return True
-    may_differ = key.startswith((ABOUT, _INSTRUCTIONS))
-    may_differ |= key.startswith(_CALLS) and is_other_version
-    return may_differ and abs(now - was) <= _TOLERANCE * was
+    may_differ = key.startswith(_CALLS) and _versions() != _golden_versions()
+    return (may_differ or key.startswith(ABOUT)) and abs(now - was) <= _TOLERANCE * was
 
 
 def _versions() -> str:
@@ -203,7 +197,7 @@ class Operators(TorchDispatchMode):
 
 
 def counts_of(steps: Mapping[str, Callable[[], object]]) -> Counts:
-    """Return what each part of a step takes; the parts run four times, in order.
+    """Return what each part of a step takes; the parts run three times, in order.
 
     Args:
         steps: Parts of a steady step, by name.
@@ -239,5 +233,3 @@ def _count_calls(steps: Mapping[str, Callable[[], object]], found: Counts) -> No
         python_calls(run)  # Something is asked once about each file on the stack: this one, too.
     for name, run in steps.items():
         found[f"{_CALLS}, {name}"] = python_calls(run)
-    for name, run in steps.items():
-        found[f"{_INSTRUCTIONS}, {name}"] = python_instructions(run)

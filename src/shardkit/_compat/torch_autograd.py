@@ -6,7 +6,6 @@ No branch on torch's version.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -237,8 +236,8 @@ def is_of_several_tensors(hook: Any) -> bool:
 
 def has_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
     """Whether users have post-accumulate-grad hooks on any of the parameters."""
-    names = itertools.repeat("_post_accumulate_grad_hooks")
-    return any(map(getattr, params, names, itertools.repeat(None)))
+    # A list, because a generator takes longer, for each bucket of a step.
+    return any([getattr(param, "_post_accumulate_grad_hooks", None) for param in params])  # noqa: C419
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -211,13 +210,14 @@ def operator_name(operator: Any) -> str:
     return name
 
 
-version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""Return the number of writes to a tensor so far; there is no public way to ask."""
+def version_of(tensor: Tensor) -> int:
+    """Return the number of writes to a tensor so far; there is no public way to ask."""
+    return tensor._version
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the numbers of writes to tensors so far."""
-    return [*map(version_of, tensors)]
+    return [tensor._version for tensor in tensors]
 
 
 def preserve_versions(tensors: Sequence[Tensor]) -> Any:

@@ -14,9 +14,7 @@ Without casts and other ranks the unsharded buffer IS the shard.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -280,8 +278,6 @@ def gaps_of(layout: FlatLayout) -> list[tuple[int, int]]:
 # parameters that gather themselves, and `TracedStore` for operators traced into a graph.
 
 
-_CLASS = itertools.repeat("__class__")
-
 _Cut = tuple[int, slice | None, Tensor | None]
 """A parameter and the part that a rank gets of it (None: all); or zeros that it gets instead."""
 
@@ -322,8 +318,7 @@ class Store(ABC):
         self.plan = plan
         self.entries = entries
         self._gathered_version = -1
-        self._classes: list[type] = []  # Of the unsharded parameters.
-        self._freed_classes: list[type] = []  # What they are while there is no memory.
+        self._classes: list[type] = []
         self._views: list[tuple[weakref.ref[Tensor], str]] = []
         self._cuts: list[list[_Cut]] = []
 
@@ -415,18 +410,18 @@ class Store(ABC):
     def _note_classes(self) -> None:
         """Note the classes of the unsharded parameters."""
         self._classes = [type(param) for param in self.unsharded]
-        self._freed_classes = [class_without_memory(cls) for cls in self._classes]
 
     def _allow_use(self) -> None:
         """Let the unsharded parameters be used."""
-        # None for each; no call of Python for each.
-        any(map(setattr, self.unsharded, _CLASS, self._classes))
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = cls
         for view, _ in self._views:
             allow_leaf(view())
 
     def _refuse_use(self) -> None:
         """Let any use of the unsharded parameters raise."""
-        any(map(setattr, self.unsharded, _CLASS, self._freed_classes))
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = class_without_memory(cls)
         for view, name in self._views:
             refuse_leaf(view(), name)
 
@@ -548,18 +543,13 @@ class KeptPart:
     fence: Event | None
 
 
-_flat_of = operator.attrgetter("param.flat")
-"""Return the tensor of which the sharded parameter of an entry is a view."""
-
-
 class FlatStore(Store):
     """See the module's docstring."""
 
     subclass: Any = None
     may_alias_shard = True
     keeps_writes = True
-    _movable: Sequence[nn.Parameter] = ()
-    _movable_at: Sequence[int] = ()
+    _movable: Sequence[tuple[int, int]] = ()
 
     def __init__(
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None
@@ -669,13 +659,11 @@ class FlatStore(Store):
             self._new_unsharded(i, self._view_of(i)) for i in range(len(self.entries))
         ]
         # DTensors and quantized weights have no address of their own.
-        movable = [
-            (param, offset * plan.param_dtype.itemsize)
-            for param, offset in zip(self.unsharded, layout.offsets, strict=True)
+        self._movable = [
+            (i, layout.offsets[i] * plan.param_dtype.itemsize)
+            for i, param in enumerate(self.unsharded)
             if type(param) is nn.Parameter and param.numel() and not param.is_meta
         ]
-        self._movable = [param for param, _ in movable]
-        self._movable_at = [offset for _, offset in movable]
 
     def _view_of(self, index: int) -> Tensor:
         """Return the view for parameter `index` over its part of the unsharded buffer."""
@@ -712,7 +700,11 @@ class FlatStore(Store):
 
     def has_all_pieces(self) -> bool:
         """Whether every parameter still has its piece here; each pass calls this."""
-        return all(map(operator.is_, map(_flat_of, self.entries), itertools.repeat(self.shard)))
+        shard = self.shard
+        for entry in self.entries:  # noqa: SIM110 - a generator takes longer
+            if entry.param.flat is not shard:  # type: ignore[attr-defined]
+                return False
+        return True
 
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the view of a shard-sized tensor that belongs to parameter `index`."""
@@ -769,8 +761,10 @@ class FlatStore(Store):
         if not self._movable or not (self.aliases_shard or self.has_memory):
             return False
         first = self._storage.data_ptr()
-        wanted = map(first.__add__, self._movable_at)
-        return not all(map(operator.eq, map(Tensor.data_ptr, self._movable), wanted))
+        for i, offset in self._movable:  # noqa: SIM110 - a generator takes longer, in each forward
+            if self.unsharded[i].data_ptr() != first + offset:
+                return True
+        return False
 
     @torch.no_grad()
     def take_back(self) -> list[int]:
@@ -779,12 +773,11 @@ class FlatStore(Store):
         if not self.has_moved():
             return found
         first = self._storage.data_ptr()
-        places = {id(param): index for index, param in enumerate(self.unsharded)}
-        for param, offset in zip(self._movable, self._movable_at, strict=True):
+        for i, offset in self._movable:
+            param = self.unsharded[i]
             if param.data_ptr() != first + offset:
-                index = places[id(param)]
-                param.data = self._view_of(index).copy_(param.data)
-                found.append(index)
+                param.data = self._view_of(i).copy_(param.data)
+                found.append(i)
         return found
 
     def unsharded_values(self, index: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from shardkit._errors import StateError
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from shardkit._mesh import DeviceMesh
     from shardkit._tensor.written_values import WrittenValue
@@ -58,32 +58,6 @@ class ParamEntry:
         self.__init__(**state[1])  # type: ignore[misc]
 
 
-# With these, `map` calls no function of Python for a parameter; each forward asks for all.
-param_of: Callable[[ParamEntry], nn.Parameter] = operator.attrgetter("param")
-is_trained: Callable[[ParamEntry], bool] = operator.attrgetter("param.requires_grad")
-requires_grad: Callable[[nn.Parameter], bool] = operator.attrgetter("requires_grad")
-
-
-class _Columns(NamedTuple):
-    """The places of a bucket's parameters, each part in a list, for functions of C.
-
-    Attributes:
-        params: Dicts in which modules hold parameters.
-        attributes: Names in these dicts.
-        sharded: Sharded parameters that belong there.
-        unsharded: Unsharded parameters that belong there.
-    """
-
-    params: list[Any]
-    attributes: list[str]
-    sharded: list[nn.Parameter]
-    unsharded: list[nn.Parameter]
-
-    def put(self, shown: Sequence[nn.Parameter]) -> None:
-        """Put these parameters in the places, one in each."""
-        any(map(operator.setitem, self.params, self.attributes, shown))  # None for each.
-
-
 class ParamSites:
     """Every place of a bucket's parameters.
 
@@ -112,8 +86,8 @@ class ParamSites:
             StateError: A module holds neither of them, but another parameter in their place.
         """
         if unsharded == self.is_visible:
-            if unsharded and not self._given and not self._hold(self._columns.unsharded):
-                self._take_given(self._columns.unsharded)
+            if unsharded and not self._given and not self._holds_unsharded():
+                self._take_given([place[3] for place in self._places])
             return
         if unsharded:
             self._show_unsharded()
@@ -124,24 +98,18 @@ class ParamSites:
             self._update_rnns()
 
     def _show_unsharded(self) -> None:
-        places = self._columns
-        if not self._hold(places.sharded):
-            self._take_given(places.sharded)
-        wanted, shown = map(requires_grad, places.sharded), map(requires_grad, places.unsharded)
-        if not all(map(operator.eq, wanted, shown)):
-            for sharded, whole in zip(places.sharded, places.unsharded, strict=True):
+        for params, attribute, sharded, whole in self._places:
+            held = params.get(attribute)
+            if held is not sharded and held is not whole:
+                self._take_given([place[2] for place in self._places])
+                break
+        for index, (params, attribute, sharded, whole) in enumerate(self._places):
+            if sharded.requires_grad != whole.requires_grad:
                 whole.requires_grad_(sharded.requires_grad)
-        if not self._given:
-            places.put(places.unsharded)
-            return
-        for index, (params, attribute, _, whole) in enumerate(self._places):
             if index not in self._given:
                 params[attribute] = whole
 
     def _show_sharded(self) -> None:
-        if not self._given and self._hold(self._columns.unsharded):
-            self._columns.put(self._columns.sharded)
-            return
         for index, (params, attribute, sharded, whole) in enumerate(self._places):
             if params.get(attribute) is whole:
                 params[attribute] = sharded
@@ -150,10 +118,10 @@ class ParamSites:
         if self._given:
             self.return_given()
 
-    def _hold(self, wanted: Sequence[nn.Parameter]) -> bool:
-        """Whether the places hold these parameters, one for each place; each forward asks."""
-        places = self._columns
-        return all(map(operator.is_, map(dict.get, places.params, places.attributes), wanted))
+    def _holds_unsharded(self) -> bool:
+        """Whether all places hold the unsharded parameters; a forward of a visible bucket asks."""
+        params, attributes, wholes = self._columns
+        return all(map(operator.is_, map(dict.get, params, attributes), wholes))
 
     # --- `functional_call` ---
 
@@ -288,8 +256,10 @@ class ParamSites:
         return [(m._parameters, name, param, whole) for m, name, param, whole in sites]  # noqa: SLF001
 
     @functools.cached_property
-    def _columns(self) -> _Columns:
-        return _Columns(*map(list, zip(*self._places, strict=True)))
+    def _columns(self) -> tuple[list[Any], list[str], list[nn.Parameter]]:
+        """The dicts, the attributes, and the unsharded parameters of all places."""
+        places = self._places
+        return [p for p, *_ in places], [name for _, name, *_ in places], [p[3] for p in places]
 
     def _refuse_replaced(self, sharded: nn.Parameter) -> None:
         entry = next(item for item in self._entries if item.param is sharded)

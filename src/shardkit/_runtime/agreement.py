@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import warnings
 import weakref
@@ -16,7 +15,6 @@ from torch import Tensor
 from shardkit import _events
 from shardkit._compat import torch_autograd
 from shardkit._errors import RankMismatchError, warn_user
-from shardkit._params.sites import is_trained
 from shardkit._pickling import Pickled
 from shardkit._runtime.group import unwritten
 from shardkit._settings import watch_settings
@@ -575,7 +573,7 @@ class UsedParameters:
         self.finish()  # Finish the last one: another backward may follow it at once.
         self.check_alike()
         all_fired = [
-            [*b"".join(each.fired for each in on_mesh.mesh.gradients_of(self._groups))]
+            [int(f) for each in on_mesh.mesh.gradients_of(self._groups) for f in each.fired]
             for on_mesh in self._on_meshes
         ]
         if not any(all_fired):
@@ -644,7 +642,7 @@ class UsedParameters:
                 pairs = zip(self._on_meshes, flags, strict=True)
                 known = next((found for m, found in pairs if m.mesh.has(each.bucket)), None)
                 of_group.append(
-                    [*(each.fired if known is None else itertools.islice(known, len(each.fired)))]
+                    list(each.fired) if known is None else [next(known) for _ in each.fired]
                 )
             result.append(of_group)
         return result
@@ -774,13 +772,12 @@ class _UsedOnMesh:
         That is a parameter that was frozen after it was sharded, in a bucket with trained ones.
         """
         buckets = [each.bucket.entries for each in self.mesh.gradients_of(self._groups)]
-        trained = [[*map(is_trained, entries)] for entries in buckets]
+        trained = [[entry.param.requires_grad for entry in entries] for entries in buckets]
         frozen = [
             entry.name
             for entries, flags in zip(buckets, trained, strict=True)
-            if any(flags) and not all(flags)
             for entry, is_trained in zip(entries, flags, strict=True)
-            if not is_trained
+            if not is_trained and any(flags)
         ]
         without = f", without the frozen {listed(frozen, str)}" if frozen else ""
         return f"which of {sum(map(sum, trained))} trained parameters were used{without}"

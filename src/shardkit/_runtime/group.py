@@ -14,7 +14,7 @@ from shardkit._errors import StateError
 from shardkit._params.bucket import WholeValues
 from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild, restore
-from shardkit._params.sites import ParamEntry, is_trained, requires_grad
+from shardkit._params.sites import ParamEntry
 from shardkit._params.state_dicts import install_hooks
 from shardkit._runtime.events import GradHooks
 from shardkit._settings import watch_settings
@@ -277,8 +277,8 @@ class ParamGroup:
     def check_trainability(self) -> None:
         """Raise if `requires_grad` was changed while the unsharded parameters were shown."""
         for bucket in self.buckets:
-            wanted = [*map(is_trained, bucket.entries)]
-            if wanted == [*map(requires_grad, bucket.store.unsharded)]:
+            wanted = [entry.param.requires_grad for entry in bucket.entries]
+            if wanted == [param.requires_grad for param in bucket.store.unsharded]:
                 bucket.was_trainable = wanted
                 continue
             for entry, param in zip(bucket.entries, bucket.store.unsharded, strict=True):
@@ -380,7 +380,8 @@ class ParamGroup:
         """Number of parameters that require a gradient."""
         number = 0
         for gradients in self.gradients.buckets:
-            number += sum(map(is_trained, gradients.bucket.entries))
+            for entry in gradients.bucket.entries:
+                number += entry.param.requires_grad
         return number
 
     @property

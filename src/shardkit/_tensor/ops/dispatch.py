@@ -8,8 +8,6 @@ of these kinds, but torch does not say so.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,12 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardkit._tensor.spec import ShardSpec
-
-
-# With these, `map` calls no function of Python for an entry; each operator of a step asks for all.
-_spec_of = operator.attrgetter("spec")
-_flat_of = operator.attrgetter("flat")
-_piece_of = operator.attrgetter("local_piece")
 
 
 # --- memory of optimizer state --------------------------------------------------------------------
@@ -160,7 +152,7 @@ def _find_plan(args: tuple[Any, ...]) -> _ListPlan | None:
     first = lists[0]
     if set(map(type, first)) != {ShardedTensor} or first[0].spec.is_traced:
         return None
-    specs = tuple(map(_spec_of, first))
+    specs = tuple([item.spec for item in first])
     key = tuple(map(id, specs))
     plan = _planned.get(key) or _remember(key, specs)
     if not plan.runs or not all(_follows(items, specs, plan.runs) for items in lists):
@@ -233,15 +225,14 @@ def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[Pi
     if isinstance(items[0], (int, float)):
         is_one = items.count(items[0]) == len(items)
         return is_one or all(len({items[i] for i in run.positions}) == 1 for run in runs)
-    if set(map(type, items)) != {ShardedTensor} or tuple(map(_spec_of, items)) != specs:
+    if set(map(type, items)) != {ShardedTensor} or tuple([item.spec for item in items]) != specs:
         return False
-    flats = [*map(_flat_of, items)]
     for run in runs:
         if len(run.positions) > 1:
-            own = map(flats.__getitem__, run.positions)
-            first = flats[run.positions[0]]
-            if first is None or not all(map(operator.is_, own, itertools.repeat(first))):
-                return False
+            flat = items[run.positions[0]].flat
+            for i in run.positions:  # A generator takes longer, in each operator of a step.
+                if flat is None or items[i].flat is not flat:
+                    return False
     return True
 
 
@@ -315,10 +306,6 @@ def _local_list(
     """
     if not isinstance(items, (list, tuple)) or not items or not isinstance(items[0], Tensor):
         return items
-    if set(map(type, items)) == {ShardedTensor} == set(map(type, first)) and all(
-        map(operator.is_, map(_spec_of, items), map(_spec_of, first))
-    ):
-        return [*map(_piece_of, items)]
     pieces = []
     for each, reference in zip(items, first, strict=True):
         piece = _local_entry(func, each, reference, is_written=is_written)

@@ -17,7 +17,7 @@ from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import ShardedTensorError, warn_user
 from shardkit._host_values import HostValues
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.written_values import follow, memory_of, note_raised, note_written
+from shardkit._tensor.written_values import follow, note_raised, note_written
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def note_write(
         is_followed: Whether the record of earlier writes is updated, or this write is noted as
             well; see `written_values`.
     """
-    memories = [*map(memory_of, targets)]
-    written = dict(zip(map(id, memories), memories, strict=True))
+    written = {id(t.flat): t.flat for t in targets if t.flat is not None}
+    written |= {id(t.local_piece): t.local_piece for t in targets if t.flat is None}
     torch.autograd.graph.increment_version(list(written.values()))
     for memory in written.values():
         note_raised(memory, pieces or targets)
