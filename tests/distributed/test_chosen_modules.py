@@ -15,6 +15,10 @@ from reference import Differences, assert_within, make_mesh
 from shardkit import fully_shard
 from workers import on_ranks
 
+if typing.TYPE_CHECKING:
+    from shardkit import DeviceMesh
+    from workers import Spawn
+
 pytestmark = pytest.mark.helpers
 TOLERANCE = 1e-12
 WIDTH = 4
@@ -56,14 +60,17 @@ class Experts(nn.Module):
         return total.tanh()
 
 
+def shard(model: typing.Any, mesh: DeviceMesh, **options: typing.Any) -> None:
+    for each in ([*model.experts], model.first, model.middle, model.last, model):
+        fully_shard(each, mesh, **options)
+
+
 def train(choice: str, recompute: typing.Any, options: dict[str, typing.Any]) -> Differences:
     torch.manual_seed(0)
     plain, ranks = Experts().double(), dist.get_world_size()
     model: typing.Any = copy.deepcopy(plain)
     model.recompute = recompute
-    mesh = make_mesh((2, 2) if ranks == 4 else (ranks,))
-    for each in ([*model.experts], model.first, model.middle, model.last, model):
-        fully_shard(each, mesh, **options)
+    shard(model, make_mesh((2, 2) if ranks == 4 else (ranks,)), **options)
     differences = Differences()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for _ in range(3):
@@ -107,3 +114,19 @@ def test_with_other_options(recompute: str | None, options: dict[str, typing.Any
 def test_on_a_mesh_of_two_axes(recompute: str | None) -> None:
     found = train("the layer runs twice", recompute, {})
     assert_within([found], grad=TOLERANCE, parameter=TOLERANCE)
+
+
+def leave_all_out() -> None:
+    torch.manual_seed(0)
+    model: typing.Any = Experts()
+    shard(model, make_mesh((2,)))
+    for _ in range(2):
+        chosen = [0] if dist.get_rank() == 0 else []
+        model(torch.ones(1, WIDTH), [chosen]).sum().backward()
+
+
+def test_a_rank_that_runs_none_is_told(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(leave_all_out, 2):
+        assert error is not None
+        assert error.type_name == "RankMismatchError", error.traceback
+        assert "at least one" in error.message

@@ -31,16 +31,17 @@ WRITTEN_SINCE = "written since it was gathered"
 
 _SAME_ORDER = (
     "Run the same modules in the same order on all ranks, as often, and put modules that ranks "
-    "choose among (experts) in one group."
+    "choose among (experts) in one group, of which each rank runs at least one."
 )
 _ALL_WRITE = (
     "Parameters were written to on some ranks, and not on others. Each rank writes its own pieces: "
     "load, reset and update on all ranks, an average of weights (EMA) as well."
 )
 _ALL_CALL = (
-    "What communicates must be called on all ranks: forward, backward, optimizer steps with "
-    "clipping, norms, full_tensor, saving and loading; not under `if rank == 0`. Ranks with less "
-    "data than others have to stop, or go on, together."
+    "What communicates must be called on all ranks: forward (of a list of modules that is one "
+    "group, at least one), backward, optimizer steps with clipping, norms, full_tensor, saving and "
+    "loading; not under `if rank == 0`. Ranks with less data than others have to stop, or go on, "
+    "together."
 )
 _LOST = "Look at that rank's own output. The others cannot go on; start again from a checkpoint."
 _GOES_ON = "The run goes on."
