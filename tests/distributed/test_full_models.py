@@ -161,6 +161,20 @@ def test_dtypes_are_converted(tmp_path: pathlib.Path) -> None:
         check_conversion(folder)
 
 
+@on_ranks(4)
+def test_progress_counts_what_a_rank_sends(tmp_path: pathlib.Path) -> None:
+    """Replicas of the ranks that write send nothing; a buffer counts on the first rank only."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    fully_shard(model, make_mesh((2, 2)))
+    told: list[tuple[int, int]] = []
+    save_full(tmp_path / "model.pt", model, progress=lambda *now: told.append(now))
+    nbytes = {n: v.numel() * v.element_size() for n, v in model.state_dict().items()}
+    sharded = sum(nbytes[n] for n, _ in model.named_parameters())
+    total = (sum(nbytes.values()), sharded, 0, 0)[dist.get_rank()]
+    assert [*dict.fromkeys(told)][-1:] == ([(total, total)] if total else [])
+
+
 @on_ranks(2)
 def test_gathered_groups_notice(tmp_path: pathlib.Path) -> None:
     folder = str(tmp_path)

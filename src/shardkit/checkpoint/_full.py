@@ -43,6 +43,7 @@ from shardkit.checkpoint._state.sources import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardkit._mesh import DeviceMesh
     from shardkit._progress import Progress
 
 
@@ -120,12 +121,12 @@ def save_full(
                 )
         first.raise_error()
         meter = stack.enter_context(Meter(progress, f"saving {Path(path).name}", rank=mesh.rank))
-        kept = [name for name in tensors if name not in tied]
+        kept = [n for n, v in tensors.items() if n not in tied and _is_needed(v, mesh)]
         meter.expect(sum(infos[name].nbytes for name in kept))
         rooms: dict[torch.device, Tensor] = {}
         for name in kept:
             tensor = tensors[name].detach()
-            for part in _parts(tensor, infos[name].dtype, mesh.ranks[0], rooms):
+            for part in _parts(tensor, infos[name].dtype, rooms):
                 if writer is not None and first.error is None:
                     with first.trying():
                         writer.append(name, part)
@@ -137,12 +138,23 @@ def save_full(
     return Path(path)
 
 
+def _is_needed(tensor: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether the first rank of the mesh, which writes, needs this rank for a tensor.
+
+    Ranks outside its shard axis hold replicas of the same pieces, and all ranks hold plain tensors.
+    """
+    if isinstance(tensor, ShardedTensor) and tensor.spec.tensor_parallel is None:
+        ranks, size = tensor.spec.mesh.ranks, tensor.spec.axis.size
+        first = ranks.index(tensor.spec.mesh.rank) // size * size
+        return mesh.ranks[0] in ranks[first : first + size]
+    return hasattr(tensor, "full_tensor") or mesh.rank == mesh.ranks[0]
+
+
 def _parts(
-    tensor: Tensor, dtype: torch.dtype, writer: int, rooms: dict[torch.device, Tensor]
+    tensor: Tensor, dtype: torch.dtype, rooms: dict[torch.device, Tensor]
 ) -> Iterator[Tensor]:
     """Yield a flattened tensor in order; the next part overwrites the last one. Collective.
 
-    Ranks outside the writer's shard axis hold replicas of the same pieces, and yield nothing.
     `rooms` holds memory for parts, by device, and keeps it from one tensor to the next.
     """
     if not isinstance(tensor, ShardedTensor) or tensor.spec.tensor_parallel is not None:
@@ -150,10 +162,6 @@ def _parts(
         yield whole.resolve_conj().resolve_neg().reshape(-1).to(dtype)
         return
     spec = tensor.spec
-    size = spec.axis.size
-    first = spec.mesh.ranks.index(spec.mesh.rank) // size * size
-    if writer not in spec.mesh.ranks[first : first + size]:
-        return
     if spec.device not in rooms:
         rooms[spec.device] = torch.empty(disk.PART_NBYTES, dtype=torch.uint8, device=spec.device)
     room = rooms[spec.device].view(dtype)
