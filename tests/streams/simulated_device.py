@@ -334,7 +334,7 @@ class Simulation:
         block = self.block_of(tensor)
         if block is None or block.memory is None:
             return tensor
-        result = torch.empty(0, dtype=tensor.dtype)
+        result = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return result.set_(
             torch.from_numpy(block.memory).untyped_storage(),
             tensor.storage_offset(),
@@ -353,9 +353,9 @@ class Simulation:
         block = self.find(made)
         assert block is not None
         block.is_scalar = kind == HOST and tensor.ndim == 0
-        source = torch.empty(0, dtype=torch.uint8).set_(storage)
-        torch.empty(0, dtype=torch.uint8).set_(made).copy_(source)
-        result = torch.empty(0, dtype=tensor.dtype)
+        source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(made).copy_(source)
+        result = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return result.set_(made, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def returned(self, block: Block, fence: SimulatedEvent | None) -> None:
@@ -421,7 +421,7 @@ class SimulatedDevice:
         return self._empty(numel, dtype, label_of_caller(), HOST, is_pinned=pinned)
 
     def _empty(self, numel: int, dtype: torch.dtype, label: str, kind: str, **more: bool) -> Tensor:
-        result = torch.empty(0, dtype=dtype)
+        result = torch.empty(0, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return result
