@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -137,6 +137,9 @@ class Buffer:
         _events.observer.tell(event, name, nbytes=self.slot.nbytes)
 
 
+_nbytes_of = operator.attrgetter("nbytes")
+
+
 class SlotPool:
     """The slots of one root on one device.
 
@@ -146,9 +149,8 @@ class SlotPool:
 
     def __init__(self, streams: CommStreams) -> None:
         self._streams = streams
-        # Free slots by size, the oldest first; those that compute has not passed are apart.
-        self._passed: defaultdict[int, deque[Slot]] = defaultdict(deque)
-        self._sizes: list[int] = []  # Keys of the dict, in order.
+        # Free slots in order of size, then of age; those that compute has not passed are apart.
+        self._passed: list[Slot] = []
         self._waiting: list[Slot] = []
         self.keeps_memory = torch_tensors.HAS_STORAGE_SWAP
 
@@ -177,7 +179,7 @@ class SlotPool:
         slot.free_after = fence  # order: whoever writes a slot waits for its last use
         is_passed = by_compute or fence is None  # order: slots wait for compute to pass
         if is_passed:
-            self._add_passed(slot)
+            insort(self._passed, slot, key=_nbytes_of)
         else:
             self._waiting.append(slot)
 
@@ -190,19 +192,14 @@ class SlotPool:
         waiting, self._waiting = self._waiting, []
         for slot in waiting:
             if slot.free_after is fence:
-                self._add_passed(slot)
+                insort(self._passed, slot, key=_nbytes_of)
             else:
                 self._waiting.append(slot)
-
-    def _add_passed(self, slot: Slot) -> None:
-        if slot.nbytes not in self._passed:
-            insort(self._sizes, slot.nbytes)
-        self._passed[slot.nbytes].append(slot)
 
     @property
     def free(self) -> list[Slot]:
         """Slots that no buffer has."""
-        return [*(slot for slots in self._passed.values() for slot in slots), *self._waiting]
+        return [*self._passed, *self._waiting]
 
     def trim(self) -> None:
         """Give free slots back to the allocator.
@@ -211,11 +208,9 @@ class SlotPool:
         compute stream, which has not waited for the collective.
         """
         if _events.observer is not None:
-            for nbytes, slots in self._passed.items():
-                for _ in slots:
-                    _events.observer.tell("free", "buffer", nbytes=nbytes)
+            for slot in self._passed:
+                _events.observer.tell("free", "buffer", nbytes=slot.nbytes)
         self._passed.clear()  # order: slots that a collective may use are not freed
-        self._sizes.clear()
 
     def drop(self) -> None:
         """Give all free slots back, after compute has waited for all streams.
@@ -224,7 +219,6 @@ class SlotPool:
         a graph cannot wait for fences from outside, and vice versa.
         """
         self._passed.clear()
-        self._sizes.clear()
         self._waiting.clear()
 
     def _take(self, nbytes: int) -> Slot:
@@ -236,13 +230,9 @@ class SlotPool:
         last one would serialize compute and communication.
         """
         largest = nbytes * _LARGEST_WASTE
-        at = bisect_left(self._sizes, nbytes)
-        if at < len(self._sizes) and self._sizes[at] <= largest:
-            slots = self._passed[self._sizes[at]]
-            slot = slots.popleft()
-            if not slots:
-                del self._passed[slot.nbytes], self._sizes[at]
-            return slot
+        at = bisect_left(self._passed, nbytes, key=_nbytes_of)
+        if at < len(self._passed) and self._passed[at].nbytes <= largest:
+            return self._passed.pop(at)
         waiting = [slot for slot in self._waiting if nbytes <= slot.nbytes <= largest]
         if len(waiting) > 1:
             self._waiting.remove(waiting[0])

@@ -158,7 +158,14 @@ class CheckpointReader(FileSystemReader):
         }
 
     def check_files(self, names: Collection[str] | None = None) -> None:
-        """Raise if files (None: all, which one rank should check) have not their sizes."""
+        """Compare the sizes of files with the sizes that were written.
+
+        Args:
+            names: Names of the files; None: all files, which one rank should check.
+
+        Raises:
+            CheckpointError: A file is missing, or has another size.
+        """
         for name in self._file_nbytes if names is None else names:
             path, nbytes = Path(self.path, name), self._file_nbytes[name]
             if self.manifest is None and path.exists():  # Only its least size is known.
