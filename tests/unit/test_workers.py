@@ -193,12 +193,12 @@ def test_a_pool_killed_between_calls_is_reported_and_replaced(
 
 
 def test_a_result_that_cannot_be_sent_is_an_error(spawn: Spawn) -> None:
-    with pytest.raises(workers.WorkerError, match="Can't (pickle|get) local object"):
+    with pytest.raises(workers.WorkerError, match=r"Can't (pickle|get) local object"):
         spawn(unpicklable, 2)
 
 
 def test_a_function_that_ranks_cannot_import_is_refused_here(spawn: Spawn) -> None:
-    with pytest.raises((AttributeError, TypeError), match="Can't (pickle|get) local object"):
+    with pytest.raises((AttributeError, TypeError), match=r"Can't (pickle|get) local object"):
         spawn(lambda: None, 2)
 
 

@@ -230,7 +230,8 @@ class Bucket:
             msg = (
                 f"parameter {entry.name!r} cannot be sharded in place: {error} Call fully_shard "
                 f"before anything keeps weak references to the parameter or a graph that uses it "
-                f"(delete old outputs and losses first)."
+                f"(delete old outputs and losses first). A profiler with stacks keeps them, too: "
+                f"start it afterwards."
             )
             raise WrapError(msg) from error
 
