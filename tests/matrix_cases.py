@@ -94,12 +94,32 @@ class Soap(torch.optim.Optimizer):
         param.add_(left.T @ step @ right, alpha=-group["lr"])
 
 
+class Anchored(torch.optim.Optimizer):
+    """Descent that pulls parameters back to their first values, which its constructor copies."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.02, pull: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "pull": pull})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["anchor"] = param.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"])
+                    param.lerp_(self.state[param]["anchor"], group["pull"])
+
+
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, typing.Any]]] = {
     "muon": (torch.optim.Muon, {"lr": 0.02}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
     "adafactor foreach": (torch.optim.Adafactor, {"lr": 0.01, "foreach": True}),
     "shampoo": (Shampoo, {}),
     "soap": (Soap, {}),
+    "anchored": (Anchored, {}),
 }
 
 

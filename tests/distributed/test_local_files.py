@@ -29,6 +29,7 @@ from shardkit.checkpoint import (
     load_local_state_dict,
     local_state_dict,
 )
+from shardkit.optim import MatrixOptimizer
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -203,7 +204,7 @@ def save_model(folder: str, name: str = "run", case: str = "mlp") -> None:
     torch.save(local_state_dict(model), rank_file(folder, name))
 
 
-def load_of_other(folder: str, how: str) -> None:  # noqa: C901 - a branch for each way
+def load_of_other(folder: str, how: str) -> None:  # noqa: C901, PLR0912 - a branch for each way
     rank, size = dist.get_rank(), dist.get_world_size()
     model = shard(CASES["mlp"], CASES["mlp"].make(), make_mesh((size,)))
     state = local_state_dict(model)
@@ -235,9 +236,14 @@ def load_of_other(folder: str, how: str) -> None:  # noqa: C901 - a branch for e
         state = torch.load(rank_file(folder))
     elif how == "foreign on one" and rank == 1:
         state = {"model": {}}
-    before = full_parameters(model)
     has_optimizer = how in {"no optimizer", "junk groups"}
-    optimizer = torch.optim.SGD(model.parameters()) if has_optimizer else None
+    optimizer: typing.Any = torch.optim.SGD(model.parameters()) if has_optimizer else None
+    if how == "at owners":
+        optimizer = MatrixOptimizer(model.parameters(), torch.optim.AdamW)
+        CASES["mlp"].loss(model, my_batch(CASES["mlp"], 0)).backward()
+        optimizer.step()
+        state = local_state_dict(model, optimizer)
+    before = full_parameters(model)
     try:
         load_local_state_dict(model, state, optimizer)
     finally:
@@ -259,6 +265,7 @@ def load_of_other(folder: str, how: str) -> None:  # noqa: C901 - a branch for e
         ("junk groups", "its parameter groups are no groups"),
         ("other save", "the ranks have state dicts of different saves"),
         ("no optimizer", "no state of an optimizer was saved"),
+        ("at owners", "is not cut like the parameter (MatrixOptimizer keeps it at owners)"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import parallel_models
 from checkpoints import leaves
-from models import CASES, Case
+from models import CASES, Case, Parameters
 from reference import full_parameters, make_mesh, my_batch, rank_batch, shard
-from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor
+from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor, fully_shard
 from shardkit.optim import LocalOptimizer
 from workers import on_ranks, spawn_each
 
@@ -207,6 +207,33 @@ def skip() -> int:
 
 def test_parameters_without_gradients_are_skipped(spawn: Spawn) -> None:
     assert spawn(skip, 3) == [2] * 3  # Different parameters have made different steps.
+
+
+@on_ranks(2)
+def test_masters_have_wide_state_from_the_first_gradient_on() -> None:
+    """Adagrad makes its state in its constructor, also of parameters without gradients."""
+    torch.manual_seed(0)
+    model = fully_shard(Parameters(dict.fromkeys("abcd", (8,)), torch.bfloat16), make_mesh((2,)))
+    params = list(model.parameters())
+    wholes = [nn.Parameter(param.full_tensor().float()) for param in params]
+    options = {"lr": 0.1, "initial_accumulator_value": 0.1}  # bf16 would round the second one.
+    optimizer = LocalOptimizer(params, torch.optim.Adagrad, master_dtype=torch.float32, **options)
+    plain = torch.optim.Adagrad(wholes, **options)
+    generator = torch.Generator()
+    for used in ("ab", "b", "bd", "abcd", "abcd"):
+        model(model.draw_slopes(generator)).backward()
+        for name, whole, param in zip("abcd", wholes, params, strict=True):
+            whole.grad = param.grad.full_tensor().float() if name in used else None
+            param.grad = param.grad if name in used else None
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+        names = [sorted(optimizer.state.get(param, {})) for param in params]
+        of_ranks: list[typing.Any] = [None, None]
+        dist.all_gather_object(of_ranks, names)
+        assert of_ranks == [names, names], used
+    for whole, param in zip(wholes, params, strict=True):
+        assert torch.equal(optimizer.state[param]["master"].full_tensor(), whole)
 
 
 @on_ranks(2)

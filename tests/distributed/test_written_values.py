@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import math
 import re
@@ -617,6 +618,32 @@ def test_optimizers_that_differ_are_named(spawn_errors: Spawn, what: str, said: 
             assert "optimizers differ between ranks" in error.message
         if world_size == 2:
             assert re.search(said, error.message), error.message
+
+
+def replace_optimizers(num_stages: int) -> None:
+    """Train with a new optimizer in each stage; Python collects the old ones on rank 0 alone."""
+    model = sharded((2,))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(num_stages):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # It makes a cycle.
+            for _ in range(2):
+                model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            del optimizer, scheduler
+            if dist.get_rank() == 0:
+                gc.collect()
+        model(torch.randn(4, 6)).square().mean().backward()
+    finally:
+        gc.enable()
+
+
+def test_optimizers_may_end_at_another_time_on_each_rank(spawn: Spawn) -> None:
+    spawn(replace_optimizers, 2, 4)
 
 
 def test_pieces_that_one_rank_saves_are_told(spawn: Spawn) -> None:

@@ -50,11 +50,17 @@ _NUM_FIRST, _INTERVAL = 4, 50
 
 _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
+_num_stepped = 0
+"""Number of optimizers that have stepped, also of those that do not exist any more."""
+
 
 def note_step(optimizer: Optimizer, *_: Any) -> None:
     """Count a step of an optimizer; inside a backward steps come in different orders on ranks."""
+    global _num_stepped  # noqa: PLW0603 - of the process
     if not torch_autograd.in_backward():
-        _steps[optimizer] = _steps.get(optimizer, 0) + 1
+        number = _steps.get(optimizer, 0)
+        _num_stepped += not number
+        _steps[optimizer] = number + 1
 
 
 class Steps(NamedTuple):
@@ -72,6 +78,21 @@ class Steps(NamedTuple):
     settings: tuple[tuple[str, str], ...]
 
 
+class TakenActions(NamedTuple):
+    """Actions of this rank, which are not compared yet.
+
+    Attributes:
+        steps: Steps of optimizers.
+        pickled: Name of a piece that was pickled, or "".
+        is_complete: Whether all optimizers exist whose steps are not compared yet. Python collects
+            those in a cycle, as schedulers make one, at another time on each rank.
+    """
+
+    steps: list[Steps]
+    pickled: str
+    is_complete: bool
+
+
 class OwnActions:
     """Actions of this rank since the last `take`, on parameters that lie on one mesh."""
 
@@ -81,24 +102,28 @@ class OwnActions:
         self._known = weakref.WeakKeyDictionary(_steps)
         self._updates: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._num_pickled = Pickled.count
+        self._num_ended = _num_stepped - len(_steps)
         self._num_asked = 0
 
-    def take(self) -> tuple[list[Steps], str]:
-        """Return steps of optimizers, and the name of a piece that was pickled, or ""."""
+    def take(self) -> TakenActions:
+        """Return what is to be compared."""
         self._num_asked += 1
         pickled = "" if self._num_pickled == Pickled.count else Pickled.name
         self._num_pickled = Pickled.count
         reads_settings = self._num_asked <= _NUM_FIRST or not self._num_asked % _INTERVAL
         known, taken = self._known, []
+        num_ended = _num_stepped - len(_steps)
+        is_complete = num_ended == self._num_ended
         if reads_settings:
             self._known = weakref.WeakKeyDictionary(_steps)
+            self._num_ended = num_ended
             self._updates.clear()  # Parameters may have been added.
         for optimizer, count in list(_steps.items()):
             number = count - known.get(optimizer, 0)
             if number and self._has_part_in(optimizer):
                 settings = _settings_of(optimizer, self._entries()) if reads_settings else ()
                 taken.append(Steps(type(optimizer).__name__, number, tuple(settings)))
-        return taken, pickled
+        return TakenActions(taken, pickled, is_complete)
 
     def _has_part_in(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer updates parameters that lie on the mesh."""
@@ -136,10 +161,12 @@ def _number(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, float)) else ""
 
 
-def first_difference(of_ranks: Sequence[Sequence[Steps]]) -> str | None:
+def first_difference(of_ranks: Sequence[TakenActions]) -> str | None:
     """Name the first optimizer that did something else on another rank."""
-    mine = of_ranks[0]
-    for rank, other in enumerate(of_ranks):
+    if not all(done.is_complete for done in of_ranks):
+        return None
+    mine = of_ranks[0].steps
+    for rank, (other, *_) in enumerate(of_ranks):
         for index in range(max(len(mine), len(other))):
             here = mine[index] if index < len(mine) else None
             there = other[index] if index < len(other) else None
@@ -681,7 +708,7 @@ class _UsedOnMesh:
         self._is_checked = True
         self._versions = self._shard_versions()
         self._actions = OwnActions(groups, mesh)
-        self._done: tuple[list[Steps], str] = ([], "")
+        self._done = TakenActions([], "", is_complete=True)
         self._updated: Sequence[int] = ()
 
     def _shard_versions(self) -> list[int]:
@@ -749,7 +776,7 @@ class _UsedOnMesh:
     ) -> None:
         """Send flags, and numbers of this rank's own actions."""
         number = self._number_of(written)
-        steps, pickled = self._done = self._actions.take()
+        steps, pickled, _ = self._done = self._actions.take()
         done = _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
         numbers = [*fired, number, -number, done, -done]
         self.flags = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -802,13 +829,13 @@ class _UsedOnMesh:
         self._is_checked = True
         most_written, least_written, most_done, least_done = self.flags.tolist()[-4:]
         if most_done != -least_done:
-            text = self._first_of(first_difference, self._done[0])
+            text = self._first_of(first_difference, self._done)
             if text is not None:
                 raise RankMismatchError(text)
             # One replica may save for all replicas.
             on_shards = {id(b.plan.axis) for b in self.mesh.buckets_of(self._groups)}
             axes = [axis for axis in self.mesh.axes if id(axis) in on_shards]
-            text = self._first_of(pickled_on_some, self._done[1], axes)
+            text = self._first_of(pickled_on_some, self._done.pickled, axes)
             if text is not None:
                 warnings.warn(text, stacklevel=2)
         if most_written != -least_written:

@@ -185,7 +185,8 @@ def local_state_dict(
 
     Args:
         model: Module sharded by `fully_shard`.
-        optimizer: One optimizer or several.
+        optimizer: One optimizer or several. The state that a `MatrixOptimizer` keeps at the owners
+            of parameters loads after ``python -m shardkit consolidate --optimizer`` only.
 
     Returns:
         State, in the form that the module's docstring describes. The tensors share memory with the
@@ -360,7 +361,7 @@ def load_local_state_dict(
             or number of ranks, or one that is cut in another way (all names are listed); or if the
             ranks pass states of different saves. Nothing is changed then.
 
-    Cost: one exchange of a number per mesh axis.
+    Cost: one exchange of a number per mesh axis; with an optimizer, one more.
     """
     mine = state_of(model)
     mesh = _mesh_of_ranks(mine, "a local file", allow_meta=True)
@@ -376,7 +377,10 @@ def load_local_state_dict(
         lambda found: f"save {found['save']}",
         "the ranks have state dicts of different saves. Load on each rank its own file of one save",
     )
-    room = None if optimizer is None else _optimizer_room(model, optimizer, state, metadata)
+    room = None
+    if optimizer is not None:
+        room = _optimizer_template(model, optimizer, metadata)
+        agreed(mesh, "the state dict was not loaded", lambda: _fill(room, state))
     for tensor, names in names_of_tensors(mine).items():
         _copy(tensor, state[MODEL][names[-1]])
     extra = {name: state[MODEL][name] for name, v in mine.items() if not isinstance(v, Tensor)}
@@ -454,18 +458,19 @@ def _copy(target: Tensor, value: Tensor) -> None:
     fill_memory(target, value.device, lambda memory: memory.copy_(value))
 
 
-def _optimizer_room(
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer],
-    state: dict[str, Any],
-    metadata: dict[str, Any],
+def _optimizer_template(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], metadata: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the saved optimizer state as tensors of this model."""
+    """Return tensors of this model for the saved optimizer state; all ranks call it."""
     infos = {
         name: {place: None if d is None else info_of(d) for place, d in entries.items()}
         for name, entries in metadata[OPTIMIZER].items()
     }
-    room = optimizer_template(model, optimizer, infos)
+    return optimizer_template(model, optimizer, infos)
+
+
+def _fill(room: dict[str, Any], state: dict[str, Any]) -> None:
+    """Copy the saved optimizer state into its tensors, and put these where its keys say."""
     filled = {}
     for name, entries in room["state"].items():
         for place, target in entries.items():
@@ -474,9 +479,11 @@ def _optimizer_room(
                 piece = target.to_local() if isinstance(target, ShardedTensor) else target
                 if piece.shape != value.shape:
                     msg = (
-                        f"{place!r} of {name!r} in the optimizer's state has shape "
-                        f"{tuple(value.shape)} on this rank, expected {tuple(piece.shape)}. Use "
-                        f"the file of another save."
+                        f"{place!r} of {name!r} in the optimizer's state is not cut like the "
+                        f"parameter (MatrixOptimizer keeps it at owners): this rank has the shape "
+                        f"{tuple(value.shape)}, expected {tuple(piece.shape)}. Make one file by "
+                        f"`python -m shardkit consolidate --optimizer`, and load that by load_full "
+                        f"and scatter_optimizer_state."
                     )
                     raise CheckpointError(msg)
                 _copy(target, value)
@@ -484,7 +491,7 @@ def _optimizer_room(
                 entries[place] = value
         if entries:
             filled[name] = nested({keys_of_state(place): v for place, v in entries.items()})
-    return {"state": filled, "param_groups": state["param_groups"]}
+    room.update(state=filled, param_groups=state["param_groups"])
 
 
 # --- files of all ranks, read as whole tensors ----------------------------------------------------

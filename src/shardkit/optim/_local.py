@@ -485,8 +485,8 @@ class LocalOptimizer(DelegatingOptimizer):
         found: dict[Any, list[dict[str, Any]]] = {}
         for run in self._runs:
             entries = self._entries_of(run)
-            if not entries and not run.has_master:
-                continue
+            if run.awaits_gradient or not (entries or run.has_master):
+                continue  # What a constructor made for a narrow parameter, its master gets anew.
             shown = self._codec.show(entries, run.tensor)
             if run.has_master:
                 shown[MASTER] = run.tensor.detach()

@@ -164,8 +164,12 @@ class OwnedParams:
         if mixed:
             self._raise_mixed(mixed[0], len(mixed))
         active = [index for index in range(number) if somewhere[index]]
-        # Gather the present pieces of those parameters that others have written.
-        for batch in self.group.batches([i for i in active if is_stale[i]], batch_nbytes):
+        self.gather_values([i for i in active if is_stale[i]], batch_nbytes)
+        return active
+
+    def gather_values(self, indices: Sequence[int], batch_nbytes: int) -> None:
+        """Fill wholes with the present values of some parameters. Collective."""
+        for batch in self.group.batches(indices, batch_nbytes):
             pieces = {index: self.group.params[index].local_piece for index in batch}
             for index, whole in Gathering(self.group, batch, pieces, "values").finish().items():
                 if self.group.is_whole_here(index):
@@ -174,7 +178,8 @@ class OwnedParams:
                     self.wholes[index].data.copy_(whole)
                 for each, view in self._views(index):
                     each.data = view
-        return active
+            for index in batch:
+                self.marks[index] = Mark(self.group.params[index])
 
     def _is_stack(self, index: int) -> bool:
         return self._stacks and self.wholes[index].ndim > 2  # noqa: PLR2004 - a matrix has two
@@ -577,6 +582,8 @@ class MatrixOptimizer(DelegatingOptimizer):
         about += f", stacks={self._stacks}"
         groups, loads = make_owner_groups(sharded, self._cost or matrix_cost, about)
         self._owned = [OwnedParams(group, stacks=self._stacks) for group in groups]
+        for owned in self._owned:  # Some classes make state of the values in their constructor.
+            owned.gather_values(range(len(owned.group.params)), self._batch_nbytes)
         self._known = self._described()
         ranks = groups[0].axis.members if groups else ()
         self._loads = dict(zip(ranks, loads, strict=True))
@@ -659,7 +666,6 @@ class MatrixOptimizer(DelegatingOptimizer):
     def _put_state(self, state: State) -> None:
         assert self.inner is not None
         inner = self.inner
-        inner.state.clear()
         for param in self._plain:
             if state.get(param):
                 inner.state[param] = state[param]
