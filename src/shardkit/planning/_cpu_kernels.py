@@ -166,6 +166,11 @@ def _columns(points: Tensor, weight: Tensor, *, is_whole: bool) -> int:
     return num * weight[0].numel() * points.itemsize
 
 
+def _of_one(images: Tensor) -> int:
+    """Return the bytes of one sample with whole blocks of channels, for each thread."""
+    return torch.get_num_threads() * _blocked(images) // max(images.shape[0], 1)
+
+
 def _of_convolution(call: _Call) -> int:
     """Return the bytes of inputs and result in oneDNN's formats (mkldnn/Conv.cpp)."""
     (image, weight, *_), out, (dilation, is_transposed) = call.inputs, call.out, call.args[5:7]
@@ -177,7 +182,9 @@ def _of_convolution(call: _Call) -> int:
     taken = _taken(image) + _blocked(weight, 0) + _SMALL
     if is_transposed:
         return _copies((image, weight)) + max(taken + out.nbytes, 2 * out.nbytes)
-    return _copies((image, weight)) + max(taken + _blocked(out) - out.nbytes, _blocked(out))
+    is_pointwise = weight[0, 0].numel() == 1
+    wide = _of_one(out) * 2 if out.itemsize == _HALF and is_pointwise else 0  # A sum in fp32.
+    return _copies((image, weight)) + wide + max(taken + _blocked(out) - out.nbytes, _blocked(out))
 
 
 def _of_convolution_backward(call: _Call) -> int:
@@ -193,7 +200,9 @@ def _of_convolution_backward(call: _Call) -> int:
     if _is_channels_last(image) or _is_channels_last(weight):
         odd = sum(each.nbytes for each in (grad, image) if not _is_channels_last(each))
         return 3 * weight.nbytes + odd
-    taken = _blocked(grad) + _blocked(weight, 0) + _SMALL
+    taken = _blocked(grad) + _blocked(weight, 0) + 8 * _SMALL
+    if image.itemsize == _HALF:  # Transposed samples, and the gradient of the weight in fp32.
+        taken += _of_one(image) + _of_one(grad) + 2 * _blocked(weight, 0) + 16 * _SMALL
     most = taken + _taken(image)
     if call.args[-1][0]:  # The gradient of the image.
         of_image = taken + _blocked(image) if max(strides) == 1 else 3 * image.nbytes

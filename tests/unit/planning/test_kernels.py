@@ -216,6 +216,28 @@ def _in_channels_last(*shape: int) -> Tensor:
         ("linalg_matrix_exp", (_like(512, 512),), (_like(512, 512),), 12_582_936),
         ("_fft_c2c", (_like(16, 256, 99, dtype=torch.complex64), [1]), (_like(1),), 3_244_032),
         ("_fft_c2c", (_like(16, 256, 99, dtype=torch.complex64), [2]), (_like(1),), 0),
+        *(
+            (
+                "convolution_backward",
+                (
+                    *(grad.bfloat16(), image.bfloat16(), weight.bfloat16(), [8]),
+                    *(*_PLAIN, False, [0, 0], 1, [False, True, True]),
+                ),
+                (weight.bfloat16(), _like(8, dtype=torch.bfloat16)),
+                seen,
+            )
+            for grad, image, weight, seen in (
+                (_like(8, 3, 64, 64), _like(8, 16, 64, 64), _like(3, 16, 3, 3), 2_384_996),
+                (_like(8, 64, 32, 32), _like(8, 32, 32, 32), _like(64, 32, 3, 3), 1_856_132),
+                (_like(8, 128, 16, 16), _like(8, 128, 16, 16), _like(128, 128, 3, 3), 1_786_756),
+            )
+        ),
+        (
+            "convolution",
+            (_like(8, 64, 32, 32).bfloat16(), _like(64, 64, 1, 1).bfloat16(), None, *_PLAIN, False),
+            (_like(8, 64, 32, 32).bfloat16(),),
+            1_319_040,
+        ),
         ("gelu_backward", (_EXPANDED, _ROWS), (_ROWS,), 262_144),
         ("gelu_backward", (_ROWS, _ROWS), (_ROWS,), 0),
         ("_softmax_backward_data", (_EXPANDED, _ROWS, 1, torch.float32), (_ROWS,), 262_144),
