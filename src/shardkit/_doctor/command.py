@@ -37,6 +37,7 @@ from shardkit._doctor.facts import (
     ranks_in_words,
 )
 from shardkit._doctor.rules import examine
+from shardkit._errors import LaunchError
 from shardkit._text import shown_nbytes
 from shardkit.backends import accelerator_type
 from shardkit.backends.groups import engine_of
@@ -178,6 +179,7 @@ ALONE_VARIABLE = "SHARDKIT_DOCTOR_ALONE"
 
 _POLL_S = 0.05
 _MOST_PARTNERS = 8
+_MOST_RANKS = 2**20
 _FIRST, _LINKS, _COLLECTIVES = "come", "links", "collectives"
 
 
@@ -190,17 +192,33 @@ class NoStoreError(Exception):
 
 
 def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
-    """Return this rank's place; None: no launcher set one."""
+    """Return this rank's place; None: no launcher set one.
+
+    Raises:
+        LaunchError: A variable has something else than a launcher sets.
+    """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
         return None
-    rank = int(environment["RANK"])
+
+    def number(name: str, least: int, most: int, otherwise: int = 0) -> int:
+        text = environment.get(name, str(otherwise))
+        if text.isdecimal() and least <= int(text) <= most:
+            return int(text)
+        msg = (
+            f"{name} must be a number from {least} to {most}, got {text!r}. Launchers such as "
+            f"torchrun set it; unset RANK, and the doctor starts ranks of its own."
+        )
+        raise LaunchError(msg)
+
+    world_size = number("WORLD_SIZE", 1, _MOST_RANKS)
+    rank = number("RANK", 0, world_size - 1)
     return LaunchPlace(
         rank=rank,
-        world_size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment.get("LOCAL_RANK", rank)),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", 0, world_size - 1, rank),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1, world_size, world_size),
         master_addr=environment["MASTER_ADDR"],
-        master_port=int(environment["MASTER_PORT"]),
+        master_port=number("MASTER_PORT", 1, 65535),
         hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         is_alone=ALONE_VARIABLE in environment,
     )

@@ -307,7 +307,7 @@ class Machine:
     def addresses_of(self, name: str) -> list[str]:
         """Return the addresses to which a name resolves; empty: there are none."""
         try:
-            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            found = _resolved(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
         except OSError:
             return []
         return list(dict.fromkeys(str(item[4][0]) for item in found))
@@ -375,7 +375,7 @@ def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
 def address_towards(host: str, port: int = 9, family: int = socket.AF_UNSPEC) -> str:
     """Return this machine's address on the route to a host; raise `OSError` without a route."""
     problem: OSError | None = None
-    found = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)
+    found = _resolved(host, port, family, socket.SOCK_DGRAM)
     for kind, of_packets, protocol, _, address in found:
         try:
             with socket.socket(kind, of_packets, protocol) as probe:
@@ -384,6 +384,14 @@ def address_towards(host: str, port: int = 9, family: int = socket.AF_UNSPEC) ->
         except OSError as error:
             problem = error
     raise problem or OSError(f"{host} has no address")
+
+
+def _resolved(name: str, port: int | None, family: int, kind: int) -> list[Any]:
+    """Return what a name resolves to; raise `socket.gaierror` if it resolves to nothing."""
+    try:
+        return socket.getaddrinfo(name, port, family, kind)
+    except UnicodeError as error:  # A part of the name is empty, or longer than 63 letters.
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
 
 
 def interface_addresses() -> dict[str, list[str]]:

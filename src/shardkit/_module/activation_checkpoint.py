@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -151,6 +152,8 @@ class CheckpointedForward:
     def __init__(self, module: nn.Module, saved: SavedOperators | None) -> None:
         self._module = module
         self._saved = saved
+        # By holder, name and mode: whether a forward has written the buffer.
+        self._writes: dict[tuple[nn.Module, str, bool], bool] = {}
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
@@ -168,7 +171,7 @@ class CheckpointedForward:
             options = {"preserve_rng_state": False, "context_fn": traced.contexts}
         else:
             if next(self._module.buffers(), None) is not None:
-                run = _Repeat(self._module, run).run
+                run = _Repeat(self._module, run, self._writes).run
             if self._saved is not None:
                 options["context_fn"] = self._saved.contexts
         # Keywords of the module may have the same names as those of `checkpoint`.
@@ -176,31 +179,64 @@ class CheckpointedForward:
 
 
 class _Repeat:
-    """One forward and its repetition, which leaves buffers (running statistics) as they are."""
+    """One forward and its repetition, which leaves buffers (running statistics) as they are.
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    The repetition reads buffers that the forward has written as they were before. Which these are
+    is known after the first forward, so that one copies all of them.
+
+    Args:
+        module: The module.
+        forward: Function that runs its forward.
+        writes: Whether forwards write a buffer, by holder, name and mode; the forward adds to it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        writes: dict[tuple[nn.Module, str, bool], bool],
+    ) -> None:
         self._module = module
         self._forward = forward
-        self._versions: dict[int, int] | None = None
-        self._written: set[int] = set()
+        self._writes = writes
+        self._before: dict[tuple[nn.Module, str], Tensor] | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward, the first time or again."""
         buffers = [*buffers_of(self._module)]
-        if self._versions is not None:
-            with _replaced(buffers, self._again):
+        places = [(child, name) for child, name, _ in buffers]
+        if self._before is not None:
+            pairs = zip(places, buffers, strict=True)
+            before = {id(b): self._before[at] for at, (*_, b) in pairs if at in self._before}
+
+            def make(buffer: Tensor) -> Tensor:
+                return copy_of_buffer(before[id(buffer)]) if id(buffer) in before else buffer
+
+            with _replaced(buffers, make):
                 return self._forward(*args, **kwargs)
-        self._versions = {id(b): torch_tensors.version_of(b) for _, _, b in buffers}
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        # What a forward writes may depend on the mode, as in batch normalization.
+        keys = [(child, name, child.training) for child, name in places]
+        known = zip(keys, buffers, strict=True)
+        wanted = {id(b): b for key, (*_, b) in known if self._writes.get(key, True)}
+        copies = {key: copy_of_buffer(buffer) for key, buffer in wanted.items()}
+        versions = {id(b): torch_tensors.version_of(b) for *_, b in buffers}
         result = self._forward(*args, **kwargs)
-        versions = self._versions
-        self._written = {id(b) for child, _, b in buffers if was_written(child, b, versions[id(b)])}
+        self._before = {}
+        for key, (child, name, buffer) in zip(keys, buffers, strict=True):
+            is_other = child._buffers.get(name) is not buffer  # noqa: SLF001
+            is_written = is_other or was_written(child, buffer, versions[id(buffer)])
+            self._writes[key] = is_written or self._writes.get(key, False)
+            if is_written:
+                self._before[child, name] = copies.get(id(buffer), buffer)
         return result
 
-    # Selective checkpointing must not see this copy, because the first run has none.
-    @torch_tensors.without_dispatch_modes
-    def _again(self, buffer: Tensor) -> Tensor:
-        """Return the tensor that the repetition uses as a buffer and may write to."""
-        return buffer.clone() if id(buffer) in self._written else buffer
+
+# Selective checkpointing must not see copies, because both runs make others.
+@torch_tensors.without_dispatch_modes
+def copy_of_buffer(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
 
 
 @dataclass(eq=False)
@@ -270,9 +306,10 @@ def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.M
     """Let a module keep only its inputs between forward and backward, which runs forward again.
 
     This saves memory and costs one more forward. The repetition has the same random numbers and the
-    same autocast. Buffers, such as running statistics, are written once. It works on every backend,
-    before or after `fully_shard`, which gathers the module's parameters once for the repetition and
-    the backward:
+    same autocast. Buffers, such as running statistics, are written once, and the repetition reads
+    what the forward has read (on XLA, what it has written). It works on every backend, before or
+    after `fully_shard`, which gathers the module's parameters once for the repetition and the
+    backward:
 
         for block in model.blocks:
             fully_shard(checkpoint_module(block), mesh=mesh)
@@ -291,7 +328,7 @@ def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.M
             beside that of its class. Or `operators` has something that is no operator.
 
     Cost: no collectives, unless sharded modules are inside the module: then backward gathers each
-    of these for the repetition, too.
+    of these for the repetition, too. A copy of each buffer that the forward writes.
     """
     saved = SavedOperators.of(operators)
     complaint = complaint_of(module)

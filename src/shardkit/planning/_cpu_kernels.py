@@ -6,6 +6,8 @@ Each formula says the most that torch 2.9 to 2.13 takes. Files in comments are t
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,9 +19,11 @@ from shardkit.planning._kernels import ATTENTION, PRODUCTS, has_gaps
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-LOSSES_WITH_TERMS = frozenset({"binary_cross_entropy", "smooth_l1_loss"})
-"""Losses whose result, one number, keeps the memory of all terms."""
-_HALF = 2
+AS_LARGE_AS_INPUT = frozenset(
+    {"binary_cross_entropy", "smooth_l1_loss", "mse_loss", "soft_margin_loss", "col2im"}
+)
+"""Operators whose result is smaller than the first input, and keeps as much memory."""
+_HALF, _FP32_NBYTES = 2, 4
 _BLOCK = 16
 """oneDNN computes convolutions with blocks of so many channels."""
 _FEW = 4
@@ -84,10 +88,10 @@ def _copies(inputs: Iterable[Tensor]) -> int:
 def _of_product(call: _Call) -> int:
     """Return the bytes of the inputs that a product copies: those that its library does not take.
 
-    In 16 bits this is the most that oneDNN copies: all of them.
+    In 16 bits this is the most that oneDNN copies: all of them, and some blocks.
     """
     if call.out.itemsize == _HALF:
-        return sum(each.nbytes for each in call.inputs)
+        return sum(each.nbytes for each in call.inputs) + 68 * _SMALL
     return sum(each.nbytes for each in call.inputs[-2:] if has_gaps(each))
 
 
@@ -101,9 +105,35 @@ def _of_conversions(call: _Call) -> int:
 
 
 def _of_sum(call: _Call) -> int:
-    """Return the bytes of the input in the dtype of the result."""
+    """Return the bytes of the input in the dtype of the result.
+
+    A sum of 16-bit numbers over dims that do not lie side by side computes in fp32 (SumKernel.cpp).
+    """
     first, out = call.first, call.out
-    return first.numel() * out.itemsize if first.dtype != out.dtype else 0
+    if first.dtype != out.dtype:
+        return first.numel() * out.itemsize
+    dims = call.args[1] if len(call.args) > 1 else None
+    is_wide = call.name == "sum" and out.itemsize == _HALF and _num_runs(first, dims) > 1
+    return _FP32_NBYTES * (first.numel() + out.numel()) if is_wide else 0
+
+
+def _num_runs(tensor: Tensor, dims: Iterable[int] | None) -> int:
+    """Return the number of runs of dims, each of which one stride describes."""
+    reduced = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
+    sizes = [(tensor.stride(dim), tensor.shape[dim]) for dim in reduced if tensor.shape[dim] > 1]
+    pairs = itertools.pairwise(sorted(sizes))
+    return 1 + sum(stride != inner * size for (inner, size), (stride, _) in pairs)
+
+
+def _of_mean(call: _Call) -> int:
+    """Return the bytes of the input and the result in fp32, for 16-bit numbers (ReduceOps.cpp)."""
+    first, out = call.first, call.out
+    return _FP32_NBYTES * (first.numel() + out.numel()) if first.itemsize == _HALF else 0
+
+
+def _of_scatter(call: _Call) -> int:
+    """Return the bytes of 16-bit results in fp32 (cpu/ScatterGatherKernel.cpp)."""
+    return _FP32_NBYTES * call.out.numel() if call.out.itemsize == _HALF else 0
 
 
 # --- convolutions ---------------------------------------------------------------------------------
@@ -136,17 +166,25 @@ def _columns(points: Tensor, weight: Tensor, *, is_whole: bool) -> int:
     return num * weight[0].numel() * points.itemsize
 
 
+def _of_one(images: Tensor) -> int:
+    """Return the bytes of one sample with whole blocks of channels, for each thread."""
+    return torch.get_num_threads() * _blocked(images) // max(images.shape[0], 1)
+
+
 def _of_convolution(call: _Call) -> int:
     """Return the bytes of inputs and result in oneDNN's formats (mkldnn/Conv.cpp)."""
     (image, weight, *_), out, (dilation, is_transposed) = call.inputs, call.out, call.args[5:7]
     if image.dtype == torch.float64 or image.is_complex():
-        return _columns(image if is_transposed else out, weight, is_whole=max(dilation) == 1)
+        columns = _columns(image if is_transposed else out, weight, is_whole=max(dilation) == 1)
+        return _copies((image, weight)) + columns
     if _is_channels_last(out):
         return 2 * weight.nbytes + 9 * _SMALL + (0 if _is_channels_last(image) else image.nbytes)
     taken = _taken(image) + _blocked(weight, 0) + _SMALL
     if is_transposed:
         return _copies((image, weight)) + max(taken + out.nbytes, 2 * out.nbytes)
-    return _copies((image, weight)) + max(taken + _blocked(out) - out.nbytes, _blocked(out))
+    is_pointwise = weight[0, 0].numel() == 1
+    wide = _of_one(out) * 2 if out.itemsize == _HALF and is_pointwise else 0  # A sum in fp32.
+    return _copies((image, weight)) + wide + max(taken + _blocked(out) - out.nbytes, _blocked(out))
 
 
 def _of_convolution_backward(call: _Call) -> int:
@@ -157,11 +195,14 @@ def _of_convolution_backward(call: _Call) -> int:
         call.args[6:8],
     )
     if image.dtype == torch.float64 or image.is_complex():
-        return _columns(grad, weight, is_whole=max(dilation) == 1 and not is_transposed)
-    if _is_channels_last(grad) or _is_channels_last(image):
+        is_whole = max(dilation) == 1 and not is_transposed
+        return _copies((grad, image, weight)) + _columns(grad, weight, is_whole=is_whole)
+    if _is_channels_last(image) or _is_channels_last(weight):
         odd = sum(each.nbytes for each in (grad, image) if not _is_channels_last(each))
         return 3 * weight.nbytes + odd
-    taken = _blocked(grad) + _blocked(weight, 0) + _SMALL
+    taken = _blocked(grad) + _blocked(weight, 0) + 8 * _SMALL
+    if image.itemsize == _HALF:  # Transposed samples, and the gradient of the weight in fp32.
+        taken += _of_one(image) + _of_one(grad) + 2 * _blocked(weight, 0) + 16 * _SMALL
     most = taken + _taken(image)
     if call.args[-1][0]:  # The gradient of the image.
         of_image = taken + _blocked(image) if max(strides) == 1 else 3 * image.nbytes
@@ -184,7 +225,8 @@ def _of_attention(call: _Call) -> int:
     num += rows * (columns + 1) if is_half else 0
     is_copied = is_backward and not inputs[0].transpose(1, 2).is_contiguous()
     copied = inputs[0].nbytes if is_copied else 0
-    return torch.get_num_threads() * num * max(4, query.itemsize) + copied
+    blocks = 16 * _SMALL if is_half else 0
+    return torch.get_num_threads() * (num * max(4, query.itemsize) + blocks) + copied
 
 
 def _of_fft(call: _Call) -> int:
@@ -195,6 +237,21 @@ def _of_fft(call: _Call) -> int:
     if call.name == "_fft_c2r":
         return 2 * first.nbytes if is_moved or len(dims) > 1 else 0
     return first.nbytes if is_moved else 0
+
+
+def _of_trilinear(call: _Call) -> int:
+    """Return the bytes of a slice of both products, one after the other (Linear.cpp)."""
+    expanded, summed = call.args[3:6], call.args[6]
+    unrolled = call.args[7] if len(call.args) > 7 else 1  # noqa: PLR2004
+    shapes: list[list[int]] = []
+    for each, added in zip(call.inputs, expanded, strict=True):
+        sizes = iter(each.shape)
+        shapes.append([1 if d in added else next(sizes) for d in range(each.dim() + len(added))])
+    left_out = {unrolled, *({*summed} & {*expanded[2]})}
+    pairs = zip(*shapes[:2], strict=True)
+    first = math.prod(max(pair) for dim, pair in enumerate(pairs) if dim not in left_out)
+    times = 1 if unrolled in summed else max(shape[unrolled] for shape in shapes)
+    return int(first * call.out.itemsize + call.out.nbytes // times)
 
 
 def _of_lapack(times: float) -> Callable[[_Call], float]:
@@ -215,9 +272,9 @@ _FORMULAS: dict[str, Callable[[_Call], float]] = {
         )
         for suffix in ("", "_")
     },
-    **dict.fromkeys(
-        ("sum", "nansum", "mean", "prod", "cumsum", "cumprod", "linalg_vector_norm"), _of_sum
-    ),
+    **dict.fromkeys(("sum", "nansum", "prod", "cumsum", "cumprod", "linalg_vector_norm"), _of_sum),
+    "mean": _of_mean,
+    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), _of_scatter),
     "convolution": _of_convolution,
     "convolution_backward": _of_convolution_backward,
     f"{ATTENTION}flash_attention_for_cpu": _of_attention,
@@ -225,15 +282,42 @@ _FORMULAS: dict[str, Callable[[_Call], float]] = {
     # transformers/attention.cpp: which scores are infinite, in rows, too.
     "_safe_softmax": lambda c: c.first.numel() + 2 * c.first.numel() // max(c.first.shape[-1], 1),
     # Normalization.cpp, layer_norm.cpp
+    "native_batch_norm": lambda c: 2 * c.results[1].nbytes,
     "native_batch_norm_backward": lambda c: 0 if _is_channels_last(c.inputs[1]) else c.out.nbytes,
-    "native_group_norm_backward": lambda c: c.first.nbytes if _is_channels_last(c.inputs[1]) else 0,
-    "native_layer_norm": lambda c: _copies(c.inputs),
-    "native_layer_norm_backward": lambda c: _copies(c.inputs),
-    "im2col": lambda c: _copies(c.inputs),
+    "native_group_norm_backward": lambda c: (
+        (c.first.nbytes if _is_channels_last(c.inputs[1]) else 0)
+        + 2 * math.prod(c.first.shape[:2]) * c.first.itemsize
+    ),
+    # Kernels that only take contiguous inputs. Gradients of sums, and of what was expanded or
+    # transposed, are not contiguous.
+    **dict.fromkeys(
+        (
+            *("native_layer_norm", "native_layer_norm_backward", "gelu", "gelu_backward"),
+            *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+            *("tril", "triu", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "col2im"),
+            *("grid_sampler_2d_backward", "avg_pool2d_backward", "adaptive_max_pool2d_backward"),
+            *(
+                f"{mode}_pad{dims}d_backward"
+                for mode in ("reflection", "replication")
+                for dims in (1, 2, 3)
+            ),
+            *(
+                f"upsample_{mode}_backward"
+                for mode in ("nearest1d", "nearest2d", "linear1d", "bilinear2d", "bicubic2d")
+            ),
+        ),
+        lambda c: _copies(c.inputs),
+    ),
+    "im2col": lambda c: c.first.nbytes,
+    "_trilinear": _of_trilinear,
     # cpu/UpSampleKernel.cpp: in channels_last, or one dim after the other.
     **dict.fromkeys(
         ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"),
         lambda c: 0 if _is_channels_last(c.first) else c.first.nbytes + c.out.nbytes,
+    ),
+    **dict.fromkeys(  # Up to four indices and weights for each place along a dim.
+        ("upsample_nearest1d", "upsample_linear1d", "upsample_bicubic2d"),
+        lambda c: 48 * sum(c.out.shape[2:]),
     ),
     **dict.fromkeys(
         ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
@@ -245,10 +329,12 @@ _FORMULAS: dict[str, Callable[[_Call], float]] = {
     "max_pool2d_with_indices_backward": lambda c: (
         c.out.nbytes + c.inputs[-1].nbytes
         if _is_channels_last(c.out) and not _is_channels_last(c.first)
-        else 0
+        else _copies(c.inputs)
     ),
     "_adaptive_avg_pool2d_backward": lambda c: (
-        c.out.nbytes if _is_channels_last(c.inputs[1]) and not _is_channels_last(c.first) else 0
+        c.out.nbytes
+        if _is_channels_last(c.inputs[1]) and not _is_channels_last(c.first)
+        else _copies(c.inputs)
     ),
     # Distance.cpp: both inputs with two columns more.
     "_euclidean_dist": lambda c: sum(
@@ -260,11 +346,14 @@ _FORMULAS: dict[str, Callable[[_Call], float]] = {
     ),
     # LossCTC.cpp, Loss.cpp
     "_ctc_loss_backward": lambda c: c.args[6].nbytes,
-    "binary_cross_entropy_with_logits": lambda c: 2 * c.first.nbytes,
-    "huber_loss": lambda c: c.first.nbytes,
-    "smooth_l1_loss": lambda c: c.first.nbytes,
+    **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), _of_mean),
+    "binary_cross_entropy_with_logits": lambda c: 2 * c.first.nbytes + _of_mean(c),
+    **dict.fromkeys(
+        ("huber_loss", "smooth_l1_loss", "mse_loss"), lambda c: c.first.nbytes + _of_mean(c)
+    ),
+    "soft_margin_loss_backward": lambda c: 2 * c.inputs[1].nbytes,
     # Sorting.cpp, ReduceOps.cpp, Distributions.cpp, TensorAdvancedIndexing.cpp, UnaryOps.cpp
-    "kthvalue": lambda c: 3 * c.first.nbytes,
+    "kthvalue": lambda c: c.first.nbytes + 8 * c.first.numel(),
     "sort": lambda c: 8 * c.first.numel() if c.first.dim() == 1 else 0,
     "median": lambda c: c.first.nbytes,
     "nanmedian": lambda c: c.first.nbytes,

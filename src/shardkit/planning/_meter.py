@@ -21,7 +21,7 @@ from shardkit._compat.torch_autograd import is_from_engine
 from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
-from shardkit.planning._cpu_kernels import LOSSES_WITH_TERMS, scratch_on_cpu
+from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
 from shardkit.planning._kernels import flops_of, scratch_on_cuda
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class MemoryMeter(TorchDispatchMode):
         tensors = (out,) if isinstance(out, Tensor) else tuple(iter_tensors(out))
         self._computed(func, args, options, tensors)
         is_buffer = func is torch.ops.aten.set_.source_Storage_storage_offset
-        if self._on_cpu and name in LOSSES_WITH_TERMS:
+        if self._on_cpu and name in AS_LARGE_AS_INPUT:
             storage = tensors[0].untyped_storage()
             storage.resize_(max(storage.nbytes(), args[0].nbytes))
         for tensor in tensors:

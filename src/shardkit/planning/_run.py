@@ -102,7 +102,11 @@ class DryRun:
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with parameters and buffers on meta; the module does not change."""
+    """Return a copy of a module with parameters and buffers on meta; the module does not change.
+
+    Raises:
+        ConfigError: The module cannot be copied.
+    """
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
@@ -110,7 +114,15 @@ def on_meta(module: nn.Module) -> nn.Module:
         made = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
         made.__dict__.update(tensor.__dict__)
         memo[id(tensor)] = made
-    result: nn.Module = copy.deepcopy(module, memo)
+    try:
+        result: nn.Module = copy.deepcopy(module, memo)
+    except Exception as error:
+        msg = (
+            f"a plan shards a copy of the model, and copy.deepcopy of this {type(module).__name__} "
+            f"raises {type(error).__name__}: {error}. Plan with a model that holds nothing of this "
+            f"kind (locks, open files, outputs of a forward), or give its class a __deepcopy__."
+        )
+        raise ConfigError(msg) from error
     return result
 
 
@@ -138,15 +150,20 @@ def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
     return tuple(moved) if isinstance(moved, (tuple, list)) else (moved,)
 
 
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
 def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
     """Shard a copy of the model and make two steps, of which the second is like all that follow.
+
+    The steps train, also where gradients are off around this call.
 
     Args:
         run: Run to try.
         is_timed: Whether operators are recorded, for `time_of`.
 
     Raises:
-        ConfigError: An operator of the model needs values, which tensors on meta lack.
+        ConfigError: An operator of the model needs values, which tensors on meta lack; or the model
+            cannot be copied.
         StateError: This process has a process group.
     """
     model = on_meta(run.model)

@@ -2,7 +2,8 @@
 
 A **step** ends at the end of an optimizer's step that a forward follows; the next step begins
 there. Without optimizers of torch, a step begins with a forward that follows a backward. Events
-after the last end belong to no step.
+after the last end belong to no step. If an optimizer's step calls a closure, as in Lightning and
+for LBFGS, it counts from the end of the last backward in it.
 
 The step of a rank is cut into slices without overlaps or gaps, so their sum is the step. The rank's
 compute stream (on the CPU the process itself) decides what a slice is, in this order:
@@ -45,9 +46,11 @@ CPU, where the process issues it while it waits, not before the wait.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import heapq
 import itertools
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -411,8 +414,16 @@ def _parts(record: RankRecord) -> Iterator[tuple[float, float, int, str]]:
     spans = [
         _Span(event.begin, event.end, "", event.phase)
         for event in record.events
-        if event.kind == "pass" or (event.kind == "compute" and event.phase == OPTIMIZER)
+        if event.kind == "pass"
     ]
+    passes = sorted((span.end, span.begin) for span in spans)
+    for event in record.events:
+        if event.kind == "compute" and event.phase == OPTIMIZER:
+            # A closure runs passes inside of the step, as Lightning's loop does.
+            number = bisect.bisect_right(passes, event.end, key=operator.itemgetter(0))
+            end, begin = passes[number - 1] if number else (event.begin, event.begin)
+            at = end if begin >= event.begin else event.begin
+            spans.append(_Span(at, event.end, "", OPTIMIZER))
     phases = _topmost(spans)
     ends = _ends(phases, {span.end for span in spans if span.cause == OPTIMIZER})
     if not ends:

@@ -20,9 +20,11 @@ from shardkit._doctor.command import (
     open_store,
     place_of,
 )
-from shardkit._doctor.facts import Checkup, LaunchPlace
+from shardkit._doctor.facts import Checkup, LaunchPlace, Machine
 from shardkit._doctor.rules import examine
+from shardkit._errors import LaunchError
 from shardkit.backends.watch.runs import RunStore
+from shardkit.launch import here_towards
 
 TIMEOUT_S = 3.0
 
@@ -185,6 +187,31 @@ def test_a_launcher_says_where_a_rank_stands() -> None:
     assert alone is not None
     assert under_agent is not None
     assert (alone.hosts_store, under_agent.hosts_store) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("RANK", "x"),
+        ("RANK", "4"),
+        ("WORLD_SIZE", "-1"),
+        ("LOCAL_RANK", ""),
+        ("LOCAL_WORLD_SIZE", "0"),
+        ("MASTER_PORT", "99999"),
+    ],
+)
+def test_a_variable_that_no_launcher_sets_is_refused_by_name(name: str, text: str) -> None:
+    said = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "5"}
+    with pytest.raises(LaunchError, match=rf"^{name} must be a number from .*, got {text!r}"):
+        place_of({**said, name: text})
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "a..b", ".a"])
+def test_a_name_that_no_host_may_have_resolves_to_nothing(name: str) -> None:
+    assert Machine().addresses_of(name) == []
+    assert Machine().address_towards(name) == "127.0.0.1"
+    with pytest.raises(LaunchError, match="does not know"):
+        here_towards(name, 1)
 
 
 def test_a_stranger_gets_no_more_threads_than_others() -> None:

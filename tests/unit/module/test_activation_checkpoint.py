@@ -11,6 +11,7 @@ from torch import nn
 
 from recording import recording_mesh
 from shardkit import StateError, checkpoint_module, fully_shard
+from shardkit._module import activation_checkpoint
 
 
 class Counting(nn.Module):
@@ -99,6 +100,59 @@ def test_buffers_are_written_once() -> None:
     for (name, found), expected in zip(kept.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(found, expected), name
     assert kept.steps == 2
+
+
+class Normalizer(nn.Module):
+    """Reads its buffers, then writes them, in place and by assignment; and reads a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(6))
+        self.register_buffer("shift", torch.zeros(6))
+        self.register_buffer("table", torch.linspace(1, 2, 6))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        y = self.linear(x) * self.scale.clone() + self.shift
+        if self.training:
+            self.scale.mul_(0.5)
+            self.shift = self.shift + y.detach().mean(0)
+        return torch.tanh(y * self.table) * self.linear(y) * scale
+
+
+def test_what_is_read_before_it_is_written_is_the_same_again() -> None:
+    plain = Normalizer()
+    kept = checkpoint_module(copy.deepcopy(plain))
+    x = torch.randn(3, 6)
+    for is_training in (False, True, True):
+        for model in (plain, kept):
+            model.train(is_training).zero_grad()
+        for found, expected in zip(gradients(kept, x), gradients(plain, x), strict=True):
+            assert torch.equal(found, expected)
+        kept = pickle.loads(pickle.dumps(copy.deepcopy(kept)))
+    for (name, found), expected in zip(kept.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_only_buffers_that_are_written_are_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    original = activation_checkpoint.copy_of_buffer
+
+    def note(buffer: torch.Tensor) -> torch.Tensor:
+        copied.append(buffer.numel())
+        return original(buffer)
+
+    monkeypatch.setattr(activation_checkpoint, "copy_of_buffer", note)
+    kept, x = checkpoint_module(Normalizer()), torch.randn(3, 6)
+    nums = []
+    for _ in range(3):
+        gradients(kept, x)
+        nums.append(len(copied))
+        copied.clear()
+    assert nums == [3 + 2, 2 + 2, 2 + 2]
+    with torch.no_grad():
+        kept(x)
+    assert not copied
 
 
 def test_twice_is_an_error() -> None:

@@ -105,10 +105,19 @@ def test_what_a_formula_of_backward_writes_in_place_is_counted_once() -> None:
     assert max(meter.totals()[begin:]) // x.nbytes == 1
 
 
-@pytest.mark.parametrize("loss", [F.binary_cross_entropy, F.smooth_l1_loss])
+@pytest.mark.parametrize(
+    "loss", [F.binary_cross_entropy, F.smooth_l1_loss, F.mse_loss, F.soft_margin_loss]
+)
 def test_a_loss_that_keeps_its_terms_is_as_large(loss: Callable[..., Tensor]) -> None:
     x = torch.empty(1000, 1000, device="meta")
     with MemoryMeter(on_cpu=True) as meter:
         result = loss(x, x)
     assert meter.totals()[-1] == x.nbytes
     assert result.numel() == 1
+
+
+def test_a_fold_keeps_as_much_memory_as_its_patches() -> None:
+    patches = torch.empty(16, 36, 900, device="meta")
+    with MemoryMeter(on_cpu=True) as meter:
+        result = F.fold(patches, 32, 3)
+    assert meter.totals()[-1] == patches.nbytes > result.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import typing
 
 import pytest
@@ -271,6 +272,22 @@ def test_a_model_that_trains_nothing_is_refused() -> None:
     for model in (frozen, nn.ReLU()):
         with pytest.raises(ConfigError, match="no parameter of the model requires a gradient"):
             plan(model, torch.empty(2, 4), mesh=2, device="cpu")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_plan_trains_where_gradients_are_off(mode: typing.Any) -> None:
+    expected = plan(Mlp(16, 1), torch.empty(8, 16), mesh=2, device="cpu")
+    with mode():
+        found = plan(Mlp(16, 1), torch.empty(8, 16), mesh=2, device="cpu")
+    assert found == expected
+
+
+def test_a_model_that_cannot_be_copied_is_refused_by_name() -> None:
+    model = Mlp(16, 1)
+    model.lock = threading.Lock()
+    refusal = "copy of the model, and copy.deepcopy of this Mlp raises TypeError: cannot pickle"
+    with pytest.raises(ConfigError, match=refusal):
+        plan(model, torch.empty(8, 16), mesh=2)
 
 
 def test_an_error_of_the_model_names_the_batch() -> None:

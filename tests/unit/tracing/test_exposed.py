@@ -159,3 +159,36 @@ def test_of_what_is_under_way_at_once_a_wait_counts_and_then_the_innermost_group
         (9, 10, "", "outside"),
         (10, 11, "", "optimizer"),
     ]
+
+
+def test_a_closure_of_an_optimizer_belongs_to_the_step_but_not_to_the_optimizer() -> None:
+    """Lightning and LBFGS run forward and backward inside of the optimizer's step."""
+    spans: list[tuple[typing.Any, str, int, int]] = []
+    for begin in (0, 20, 40):
+        spans += [
+            ("compute", "optimizer", begin + 2, begin + 12),
+            ("pass", "forward", begin + 3, begin + 5),
+            ("pass", "backward", begin + 6, begin + 10),
+        ]
+    events = [
+        StepEvent(kind, phase, -1, phase, 0, "", 1, begin, begin, end, end)
+        for kind, phase, begin, end in spans
+    ]
+    [slices] = sliced([RankRecord(RankHeader(0, 1), events)]).values()
+    assert [(each.begin, each.end, each.step, each.phase, each.cause) for each in slices] == [
+        (3, 5, 0, "forward", "outside"),
+        (5, 6, 0, "forward", "outside"),
+        (6, 10, 0, "backward", "outside"),
+        (10, 12, 0, "optimizer", "optimizer"),
+        *(
+            each
+            for step, at in ((1, 12), (2, 32))
+            for each in (
+                (at, at + 11, step, "data", "data"),
+                (at + 11, at + 13, step, "forward", "outside"),
+                (at + 13, at + 14, step, "forward", "outside"),
+                (at + 14, at + 18, step, "backward", "outside"),
+                (at + 18, at + 20, step, "optimizer", "optimizer"),
+            )
+        ),
+    ]
