@@ -5,7 +5,9 @@ Tests replace it with faulty machines.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
 import platform
 import resource
@@ -81,7 +83,7 @@ class RankFacts:
     # Soft limits: ``memlock`` in bytes, ``nofile``, ``nproc``; None: no limit.
     limits: dict[str, int | None]
     has_infiniband: bool  # Whether there are adapters of InfiniBand or RoCE.
-    num_cores: int  # Number of cores that this process may use.
+    num_cores: int  # Number of cores that this process may use, or whose time it gets.
     num_threads: int  # Number of threads that torch uses in this process.
     environment: dict[str, str]  # Variables that change how ranks communicate.
     compute_s: float  # Time of a small matrix product on the host, the best of several.
@@ -349,7 +351,7 @@ class Machine:
             "shm_free_nbytes": None if shm is None else shm.free,
             "limits": {name: _limit(name) for name in ("memlock", "nofile", "nproc")},
             "has_infiniband": infiniband.is_dir() and any(infiniband.iterdir()),
-            "num_cores": len(os.sched_getaffinity(0)),
+            "num_cores": min(len(os.sched_getaffinity(0)), cores_of_quota()),
             "num_threads": torch.get_num_threads(),
             "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
             "compute_s": min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=_REPEATS)),
@@ -420,6 +422,35 @@ def _devices() -> dict[str, Any]:
         "devices": [str(name(number)) for number in numbers],
         "device_ids": [str(each) for each in ids if each is not None],
     }
+
+
+def cores_of_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> float:
+    """Return the cores whose time this process gets, by its control groups; infinity: of all.
+
+    Containers (``docker run --cpus=2``) and jobs have such quotas, and still see all cores.
+
+    Args:
+        cgroups: Folder of control groups, of version 1 or 2.
+        own: Content of ``/proc/self/cgroup``; None: it is read.
+    """
+    least = math.inf
+    with contextlib.suppress(OSError):
+        own = Path("/proc/self/cgroup").read_text("utf-8") if own is None else own
+    for line in (own or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # In a container the folder of its group is the root, whatever the path is.
+        place = cgroups / controllers / path.lstrip("/")
+        for folder in (place, *place.parents):
+            for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number.
+                    texts = [(folder / name).read_text("utf-8") for name in names]
+                    quota, period = map(int, " ".join(texts).split())
+                    least = min(least, math.ceil(quota / period)) if quota > 0 else least
+            if folder == cgroups:
+                break
+    return least
 
 
 def _limit(name: str) -> int | None:

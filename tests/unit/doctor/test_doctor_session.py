@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -20,11 +21,14 @@ from shardkit._doctor.command import (
     open_store,
     place_of,
 )
-from shardkit._doctor.facts import Checkup, LaunchPlace, Machine
+from shardkit._doctor.facts import Checkup, LaunchPlace, Machine, cores_of_quota
 from shardkit._doctor.rules import examine
 from shardkit._errors import LaunchError
 from shardkit.backends.watch.runs import RunStore
 from shardkit.launch import here_towards
+
+if typing.TYPE_CHECKING:
+    import pathlib
 
 TIMEOUT_S = 3.0
 
@@ -212,6 +216,38 @@ def test_a_name_that_no_host_may_have_resolves_to_nothing(name: str) -> None:
     assert Machine().address_towards(name) == "127.0.0.1"
     with pytest.raises(LaunchError, match="does not know"):
         here_towards(name, 1)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/", {}, math.inf),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/", {"cpu.max": "250000 100000"}, 3),
+        ("0::/job/task", {"cpu.max": "max 100000", "job/cpu.max": "400000 100000"}, 4),
+        ("0::/job/task", {"job/cpu.max": "400000 100000", "job/task/cpu.max": "1000 9000"}, 1),
+        ("0::/elsewhere", {"cpu.max": "200000 100000"}, 2),
+        (
+            "3:cpu,cpuacct:/job\n2:cpuset:/other\n0::/",
+            {
+                "cpu,cpuacct/job/cpu.cfs_quota_us": "500000\n",
+                "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+                "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            5,
+        ),
+        ("", {"cpu.max": "100000 100000"}, math.inf),
+    ],
+    ids=["none", "no quota", "root", "above", "both", "container", "version 1", "no groups"],
+)
+def test_a_container_has_the_cores_of_its_quota(
+    own: str, files: dict[str, str], cores: float, tmp_path: pathlib.Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cores_of_quota(tmp_path, own) == cores
 
 
 def test_a_stranger_gets_no_more_threads_than_others() -> None:
