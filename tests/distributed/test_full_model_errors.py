@@ -72,6 +72,25 @@ def test_what_is_missing_is_returned(tmp_path: pathlib.Path) -> None:
     assert names == (["layers.1.bias"], ["x"], ["layers.1.bias"])
 
 
+def load_where_ties_are_lost() -> None:
+    head = nn.Linear(4, 8, bias=False)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), head)
+    head.weight = model[0].weight
+    state = model.state_dict()
+    if dist.get_rank() > 0:
+        model = model.to("meta")  # torch unties what is shared
+    fully_shard(model, make_mesh((dist.get_world_size(),)))
+    load_full(state, model, broadcast_from_rank0=True)
+
+
+def test_models_of_other_ranks_need_the_same_names(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(load_where_ties_are_lost, 2):
+        assert error.type_name == "CheckpointError"
+        assert "[rank 1] its model has a tensor named '0.weight'" in error.message
+        assert "that of rank 0 has one named '0.weight', '2.weight'" in error.message
+        assert "unties" in error.message
+
+
 def save_where_it_fails(folder: str, how: str) -> None:
     case = CASES["mlp"]
     model = shard(case, case.make(), make_mesh((2,)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,9 @@ from shardkit._module.materialize import rebuild_buffers
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
-from shardkit.checkpoint._agreement import FirstRank, axes_of, rank_of
+from shardkit._text import listed
+from shardkit.backends.base import first_of_all
+from shardkit.checkpoint._agreement import FirstRank, agreed, axes_of, rank_of
 from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._files.disk import (
     Source,
@@ -41,7 +44,7 @@ from shardkit.checkpoint._state.sources import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from shardkit._mesh import DeviceMesh
     from shardkit._progress import Progress
@@ -232,12 +235,13 @@ def load_full(
 
     Raises:
         CheckpointError: Before anything is loaded, on all ranks alike: it lists all names that are
-            missing, unexpected, or of another shape or kind of dtype.
+            missing, unexpected, or of another shape or kind of dtype. With `broadcast_from_rank0`,
+            also if ranks have models with other names.
 
     Cost: no collectives. Each rank reads its share of the file straight into its pieces; where
     dtype or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole.
-    With `broadcast_from_rank0`, a broadcast of every 16 MiB of each tensor over each axis of the
-    mesh.
+    With `broadcast_from_rank0`, an exchange of all names, and a broadcast of every 16 MiB of each
+    tensor, over each axis of the mesh.
     """
     state = state_of(model)
     names_of = names_of_tensors(state)
@@ -246,6 +250,8 @@ def load_full(
         mesh = mesh_of(state, what, allow_meta=True)
         device = mesh.backend.device
         file: Source = FromFirstRank(lambda: _open(path), what, axes_of(mesh), device)
+        wanted = first_of_all([*names_of.values()], axes_of(mesh))
+        agreed(mesh, f"{what} was not loaded", lambda: _check_names([*names_of.values()], wanted))
     else:
         file = _open(path)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
@@ -278,6 +284,18 @@ def load_full(
     rebuild_buffers(model, [buffer for buffer in model.buffers() if id(buffer) not in saved])
     named = [*model.named_parameters(), *model.named_buffers()]
     return LoadedNames(missing, unexpected, [name for name, tensor in named if tensor.is_meta])
+
+
+def _check_names(names: Sequence[Sequence[str]], of_first: Sequence[Sequence[str]]) -> None:
+    """Refuse a model whose tensors have other names than those of the first rank's model."""
+    for mine, first in itertools.zip_longest(names, of_first, fillvalue=()):
+        if mine != first:
+            msg = (
+                f"its model has a tensor named {listed(mine) or 'nothing'} where that of rank 0 "
+                f"has one named {listed(first) or 'nothing'}. Build the same model on all ranks. "
+                f"module.to('meta') unties parameters: build it under torch.device('meta')."
+            )
+            raise CheckpointError(msg)
 
 
 def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
