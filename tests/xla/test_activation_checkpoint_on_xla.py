@@ -106,16 +106,20 @@ def test_products_that_are_kept_are_not_in_the_graph_again(mesh: DeviceMesh) -> 
 
 
 class Normalized(nn.Module):
-    """Reads a table, and writes statistics."""
+    """Reads a table, writes statistics, and reads a scale before it writes it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("table", torch.randn(WIDTH))
+        self.register_buffer("scale", torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.norm(self.linear(x)) * self.table)
+        hidden = self.norm(self.linear(x)) * self.table * self.scale.clone()
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(hidden.abs().mean())
+        return torch.tanh(hidden)
 
 
 def test_buffers_are_read_again_and_written_once(mesh: DeviceMesh) -> None:

@@ -23,7 +23,7 @@ from shardkit._runtime.passes import buffers_of, open_passes, was_written
 from shardkit._tree import map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator
     from typing import Literal
 
     from torch import Tensor
@@ -163,74 +163,71 @@ class CheckpointedForward:
         passes = open_passes()
         run: Callable[..., Any] = self._forward
         options: dict[str, Any] = {}
+        buffers = BuffersBefore(self._module, self._writes)
         if passes is not None:
             torch_devices.register_device_module("xla")
-            traced = _TracedRepeat(self._module, run, passes.region, self._saved)
+            traced = _TracedRepeat(run, buffers, passes.region, self._saved)
             run = traced.run
             # The random state is for torch's generators; ours repeats by itself.
             options = {"preserve_rng_state": False, "context_fn": traced.contexts}
         else:
             if next(self._module.buffers(), None) is not None:
-                run = _Repeat(self._module, run, self._writes).run
+                run = _Repeat(run, buffers).run
             if self._saved is not None:
                 options["context_fn"] = self._saved.contexts
         # Keywords of the module may have the same names as those of `checkpoint`.
         return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False, **options)
 
 
-class _Repeat:
-    """One forward and its repetition, which leaves buffers (running statistics) as they are.
+class BuffersBefore:
+    """Values that buffers of a module had before a forward, for those that the forward writes.
 
-    The repetition reads buffers that the forward has written as they were before. Which these are
-    is known after the first forward, so that one copies all of them.
+    Which these are is known after the first forward, so that one copies all of them.
 
     Args:
         module: The module.
-        forward: Function that runs its forward.
-        writes: Whether forwards write a buffer, by holder, name and mode; the forward adds to it.
+        writes: Whether forwards write a buffer, by holder, name and mode; forwards add to it.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        writes: dict[tuple[nn.Module, str, bool], bool],
-    ) -> None:
+    def __init__(self, module: nn.Module, writes: dict[tuple[nn.Module, str, bool], bool]) -> None:
         self._module = module
-        self._forward = forward
         self._writes = writes
-        self._before: dict[tuple[nn.Module, str], Tensor] | None = None
+        self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward, the first time or again."""
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward, and keep what it has written as it was before."""
         buffers = [*buffers_of(self._module)]
-        places = [(child, name) for child, name, _ in buffers]
-        if self._before is not None:
-            pairs = zip(places, buffers, strict=True)
-            before = {id(b): self._before[at] for at, (*_, b) in pairs if at in self._before}
-
-            def make(buffer: Tensor) -> Tensor:
-                return copy_of_buffer(before[id(buffer)]) if id(buffer) in before else buffer
-
-            with _replaced(buffers, make):
-                return self._forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
         # What a forward writes may depend on the mode, as in batch normalization.
-        keys = [(child, name, child.training) for child, name in places]
+        keys = [(child, name, child.training) for child, name, _ in buffers]
         known = zip(keys, buffers, strict=True)
         wanted = {id(b): b for key, (*_, b) in known if self._writes.get(key, True)}
         copies = {key: copy_of_buffer(buffer) for key, buffer in wanted.items()}
         versions = {id(b): torch_tensors.version_of(b) for *_, b in buffers}
-        result = self._forward(*args, **kwargs)
-        self._before = {}
+        result = forward(*args, **kwargs)
         for key, (child, name, buffer) in zip(keys, buffers, strict=True):
             is_other = child._buffers.get(name) is not buffer  # noqa: SLF001
             is_written = is_other or was_written(child, buffer, versions[id(buffer)])
             self._writes[key] = is_written or self._writes.get(key, False)
             if is_written:
-                self._before[child, name] = copies.get(id(buffer), buffer)
+                self._values[child, name] = copies.get(id(buffer), buffer)
         return result
+
+    @contextlib.contextmanager
+    def shown(self, make: Callable[[Tensor], Tensor] = lambda buffer: buffer) -> Iterator[None]:
+        """Let modules hold copies of the values, and what `make` returns for other buffers."""
+        buffers, values = [*buffers_of(self._module)], self._values
+        made: dict[int, Tensor] = {}
+        for child, name, buffer in buffers:
+            if id(buffer) not in made:
+                before = values.get((child, name))
+                made[id(buffer)] = make(buffer) if before is None else copy_of_buffer(before)
+        for child, name, buffer in buffers:
+            child._buffers[name] = made[id(buffer)]  # noqa: SLF001 - past the checks of `setattr`
+        try:
+            yield
+        finally:
+            for child, name, buffer in buffers:
+                child._buffers[name] = buffer  # noqa: SLF001
 
 
 # Selective checkpointing must not see copies, because both runs make others.
@@ -239,12 +236,36 @@ def copy_of_buffer(buffer: Tensor) -> Tensor:
     return buffer.detach().clone()
 
 
+class _Repeat:
+    """One forward and its repetition, which reads buffers as they were, and writes copies.
+
+    Args:
+        forward: Function that runs the module's forward.
+        buffers: Buffers of the module.
+    """
+
+    def __init__(self, forward: Callable[..., Any], buffers: BuffersBefore) -> None:
+        self._forward = forward
+        self._buffers = buffers
+        self._has_run = False
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward, the first time or again."""
+        if self._has_run:
+            with self._buffers.shown():
+                return self._forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        self._has_run = True
+        return self._buffers.run(self._forward, args, kwargs)
+
+
 @dataclass(eq=False)
 class _TracedRepeat:
     """One forward and its repetition on a backend that traces."""
 
-    module: nn.Module
     forward: Callable[..., Any]
+    buffers: BuffersBefore
     region: Region
     saved: SavedOperators | None
     is_again: bool = False
@@ -263,8 +284,7 @@ class _TracedRepeat:
     def _again(self, context: Any) -> Iterator[None]:
         self.is_again = True
         # Outside the root's forward modules hold whole buffers.
-        buffers = [*buffers_of(self.module)]
-        with self._drawing.again(), _replaced(buffers, self._enter), context:
+        with self._drawing.again(), self.buffers.shown(self._enter), context:
             yield
 
     def _enter(self, buffer: Tensor) -> Tensor:
@@ -272,8 +292,9 @@ class _TracedRepeat:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
-        if self.is_again:
-            args, kwargs = map_tensors(self._later, args), map_tensors(self._later, kwargs)
+        if not self.is_again:
+            return self.buffers.run(self.forward, args, kwargs)
+        args, kwargs = map_tensors(self._later, args), map_tensors(self._later, kwargs)
         return self.forward(*args, **kwargs)
 
     # Selective checkpointing must not see this barrier, because the first run has none.
@@ -287,29 +308,13 @@ class _TracedRepeat:
         return later.requires_grad_(tensor.requires_grad)
 
 
-@contextlib.contextmanager
-def _replaced(
-    buffers: Sequence[tuple[nn.Module, str, Tensor]], make: Callable[[Tensor], Tensor]
-) -> Iterator[None]:
-    """Let modules hold the tensors that `make` returns for their buffers."""
-    made = {id(buffer): make(buffer) for _, _, buffer in buffers}
-    for child, name, buffer in buffers:
-        child._buffers[name] = made[id(buffer)]  # noqa: SLF001 - past the checks of `setattr`
-    try:
-        yield
-    finally:
-        for child, name, buffer in buffers:
-            child._buffers[name] = buffer  # noqa: SLF001
-
-
 def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.Module:
     """Let a module keep only its inputs between forward and backward, which runs forward again.
 
     This saves memory and costs one more forward. The repetition has the same random numbers and the
     same autocast. Buffers, such as running statistics, are written once, and the repetition reads
-    what the forward has read (on XLA, what it has written). It works on every backend, before or
-    after `fully_shard`, which gathers the module's parameters once for the repetition and the
-    backward:
+    what the forward has read. It works on every backend, before or after `fully_shard`, which
+    gathers the module's parameters once for the repetition and the backward:
 
         for block in model.blocks:
             fully_shard(checkpoint_module(block), mesh=mesh)
