@@ -455,8 +455,8 @@ def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str | None
                 return (
                     f"ranks have different models: group {group_a[0]!r} has {len(group_a) - 1} "
                     f"parameters on position 0 of the process group; on position {rank} there is "
-                    f"{group_b[0]!r} with {len(group_b) - 1}. {hint} Moving a module to meta by "
-                    f"to() unties its parameters."
+                    f"{group_b[0]!r} with {len(group_b) - 1} (module.to('meta') unties some). "
+                    f"{hint}"
                 )
             for param_a, param_b in zip(group_a[1:], group_b[1:], strict=True):
                 if param_a[:-1] != param_b[:-1]:
