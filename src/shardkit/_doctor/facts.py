@@ -433,24 +433,27 @@ def cores_of_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: str | None = Non
         cgroups: Folder of control groups, of version 1 or 2.
         own: Content of ``/proc/self/cgroup``; None: it is read.
     """
-    least = math.inf
     with contextlib.suppress(OSError):
         own = Path("/proc/self/cgroup").read_text("utf-8") if own is None else own
+    folders: list[Path] = []
     for line in (own or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        # In a container the folder of its group is the root, whatever the path is.
-        place = cgroups / controllers / path.lstrip("/")
-        for folder in (place, *place.parents):
-            for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number.
-                    texts = [(folder / name).read_text("utf-8") for name in names]
-                    quota, period = map(int, " ".join(texts).split())
-                    least = min(least, math.ceil(quota / period)) if quota > 0 else least
-            if folder == cgroups:
-                break
-    return least
+        if not controllers or "cpu" in controllers.split(","):
+            place = cgroups / controllers / path.lstrip("/")
+            # In a container the folder of its group is the root, whatever the path is.
+            folders += [each for each in (place, *place.parents) if each.is_relative_to(cgroups)]
+    return min(map(_quota_in, folders), default=math.inf)
+
+
+def _quota_in(folder: Path) -> float:
+    """Return the cores that a control group gives, by files of either version; or infinity."""
+    for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number.
+            texts = [(folder / name).read_text("utf-8") for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            if quota > 0:
+                return math.ceil(quota / period)
+    return math.inf
 
 
 def _limit(name: str) -> int | None:

@@ -195,7 +195,9 @@ class BuffersBefore:
         self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the forward, and keep what it has written as it was before."""
+        """Run the forward, and keep what it has written as it was before, if it may be repeated."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
         buffers = [*buffers_of(self._module)]
         # What a forward writes may depend on the mode, as in batch normalization.
         keys = [(child, name, child.training) for child, name, _ in buffers]
@@ -254,8 +256,6 @@ class _Repeat:
         if self._has_run:
             with self._buffers.shown():
                 return self._forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
         self._has_run = True
         return self._buffers.run(self._forward, args, kwargs)
 

@@ -248,10 +248,10 @@ def load_full(
     what = str(path) if isinstance(path, (str, os.PathLike)) else "the state dict"
     if broadcast_from_rank0:
         mesh = mesh_of(state, what, allow_meta=True)
-        device = mesh.backend.device
-        file: Source = FromFirstRank(lambda: _open(path), what, axes_of(mesh), device)
-        wanted = first_of_all([*names_of.values()], axes_of(mesh))
-        agreed(mesh, f"{what} was not loaded", lambda: _check_names([*names_of.values()], wanted))
+        axes, device, own = axes_of(mesh), mesh.backend.device, [*names_of.values()]
+        file: Source = FromFirstRank(lambda: _open(path), what, axes, device)
+        of_first = first_of_all(own, axes)
+        agreed(mesh, f"{what} was not loaded", lambda: _check_names(own, of_first))
     else:
         file = _open(path)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]

@@ -85,6 +85,11 @@ def _copies(inputs: Iterable[Tensor]) -> int:
     return sum(each.nbytes for each in inputs if not each.is_contiguous())
 
 
+def _in_fp32(*tensors: Tensor) -> int:
+    """Return the bytes of copies in fp32, if the first tensor has 16-bit numbers."""
+    return _FP32_NBYTES * sum(t.numel() for t in tensors) if tensors[0].itemsize == _HALF else 0
+
+
 def _of_product(call: _Call) -> int:
     """Return the bytes of the inputs that a product copies: those that its library does not take.
 
@@ -114,7 +119,7 @@ def _of_sum(call: _Call) -> int:
         return first.numel() * out.itemsize
     dims = call.args[1] if len(call.args) > 1 else None
     is_wide = call.name == "sum" and out.itemsize == _HALF and _num_runs(first, dims) > 1
-    return _FP32_NBYTES * (first.numel() + out.numel()) if is_wide else 0
+    return _in_fp32(first, out) if is_wide else 0
 
 
 def _num_runs(tensor: Tensor, dims: Iterable[int] | None) -> int:
@@ -127,13 +132,12 @@ def _num_runs(tensor: Tensor, dims: Iterable[int] | None) -> int:
 
 def _of_mean(call: _Call) -> int:
     """Return the bytes of the input and the result in fp32, for 16-bit numbers (ReduceOps.cpp)."""
-    first, out = call.first, call.out
-    return _FP32_NBYTES * (first.numel() + out.numel()) if first.itemsize == _HALF else 0
+    return _in_fp32(call.first, call.out)
 
 
 def _of_scatter(call: _Call) -> int:
     """Return the bytes of 16-bit results in fp32 (cpu/ScatterGatherKernel.cpp)."""
-    return _FP32_NBYTES * call.out.numel() if call.out.itemsize == _HALF else 0
+    return _in_fp32(call.out)
 
 
 # --- convolutions ---------------------------------------------------------------------------------
