@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from shardkit._compat.torch_tensors import flop_formula
 from shardkit._layout import align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -59,14 +60,30 @@ def seen_random_states(note: Callable[[Tensor], object]) -> AbstractContextManag
     return patch.object(torch, "get_rng_state", get_state)
 
 
-def without_packed_sequences() -> AbstractContextManager[object]:
-    """Make models of transformers treat each row of a batch without a mask as one sequence.
+@contextlib.contextmanager
+def transformers_without_values() -> Iterator[None]:
+    """Make models of transformers decide nothing by values, which tensors on meta lack.
 
-    Otherwise they read the positions to see whether rows hold several. Tested with 5.20 to 5.23.
+    They treat these tensors like those of a tracer: they check no values, and a mask in the batch
+    counts as one that hides something. Each row of a batch without a mask counts as one sequence;
+    otherwise they read the positions to see whether it holds several. Tested with 5.20 to 5.23.
     """
-    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    has_it = hasattr(masks, name)
-    return patch.object(masks, name, lambda _: None) if has_it else contextlib.nullcontext()
+
+    def replace(module: str, name: str, made: Callable[[Any], Callable[[Any], Any]]) -> None:
+        if (original := getattr(sys.modules.get(module), name, None)) is not None:
+            stack.enter_context(patch.object(sys.modules[module], name, made(original)))
+
+    with contextlib.ExitStack() as stack:
+        replace(
+            "transformers.utils.import_utils",
+            "is_fake_tensor",
+            lambda original: lambda each: original(each) or getattr(each, "is_meta", False),
+        )
+        replace(
+            "transformers.masking_utils", "find_packed_sequence_indices", lambda _: lambda _: None
+        )
+        stack.enter_context(patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
+        yield
 
 
 def _are_fused(query: Any, key: Any, value: Any, options: Any) -> bool:
@@ -99,26 +116,25 @@ def _on_cpu(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **option
         return None
     attn_mask = _added(attn_mask, query)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-    inputs = _whole_heads(query, key, value)
     causal, scale = options.get("is_causal", False), options.get("scale")
-    return kernel(*inputs, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
+    return kernel(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
     """Return the result of the CUDA kernel that keeps the least memory; None if none fits."""
     if not _are_fused(query, key, value, options):
         return None
-    inputs = _whole_heads(query, key, value)
     dropout, causal = options.get("dropout_p", 0.0), options.get("is_causal", False)
     scale, ops = options.get("scale"), torch.ops.aten
     is_half = query.dtype in {torch.float16, torch.bfloat16}
     are_whole = query.shape[-1] == value.shape[-1] and query.shape[-1] % _HEAD_DIMS == 0
     if attn_mask is None and is_half and are_whole:
         flash = ops._scaled_dot_product_flash_attention  # noqa: SLF001
-        return flash(*inputs, dropout, causal, False, scale=scale)[0]
+        return flash(query, key, value, dropout, causal, False, scale=scale)[0]
     if attn_mask is not None:
         attn_mask = _added(attn_mask, query).expand(*query.shape[:2], query.shape[2], key.shape[2])
     efficient = ops._scaled_dot_product_efficient_attention  # noqa: SLF001
+    inputs = _whole_heads(query, key, value)
     return efficient(*inputs, attn_mask, True, dropout, causal, scale=scale)[0]
 
 
@@ -164,7 +180,7 @@ def scratch_on_cuda(
     if name in PRODUCTS:
         return tuple(t.nbytes for t in args if isinstance(t, torch.Tensor) and has_gaps(t))
     if name == f"{ATTENTION}flash_attention_backward":
-        return (_scratch_of_flash(args[1]),)
+        return (_scratch_of_flash(args[1], args[2]),)
     if name == f"{ATTENTION}efficient_attention_backward":
         return _scratch_of_efficient(args[1], args[2])
     return ()
@@ -206,14 +222,17 @@ def _scratch_of_reduction(tensor: Tensor, dims: Any) -> int:
     return size * num_outputs * parts * width * at_once if parts > 1 else 0
 
 
-def _scratch_of_flash(query: Tensor) -> int:
+def _scratch_of_flash(query: Tensor, key: Tensor) -> int:
     """Return the bytes of the query's gradient in fp32, and of a number for each row of scores.
 
-    cuDNN, which computes the same on an H100, takes 256 bytes more.
+    If queries share keys, the gradients of keys and values of each query head come on top. cuDNN,
+    which computes the same on an H100, takes 256 bytes more.
     """
     *heads, rows, wide = query.shape
     wide = align_up(wide, 32 if wide <= 128 else 64)  # noqa: PLR2004
-    return 4 * math.prod(heads) * align_up(rows, 128) * (wide + 1) + 256
+    of_rows = 4 * math.prod(heads) * align_up(rows, 128) * (wide + 1) + 256
+    is_shared = key.shape[1] != query.shape[1]
+    return of_rows + (2 * key.nbytes // key.shape[1] * query.shape[1] if is_shared else 0)
 
 
 def _scratch_of_efficient(query: Tensor, key: Tensor) -> tuple[int, ...]:
@@ -228,6 +247,22 @@ def _scratch_of_efficient(query: Tensor, key: Tensor) -> tuple[int, ...]:
     return 4 * query.numel(), 4 * math.prod(heads) * num
 
 
+# --- products of groups of rows with the matrices of experts ---
+
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm  # noqa: SLF001
+
+
+def grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
+    """Return the result on meta of a grouped product, of any dtype: torch's has it for bf16 only.
+
+    An input with two dims consists of groups of rows or columns, whose ends are in `offs`.
+    """
+    shape = [first.shape[-2], second.shape[-1]]
+    if first.dim() == second.dim():
+        shape.insert(0, len(first) if offs is None else len(offs))
+    return first.new_empty(shape)
+
+
 # --- operations ---
 
 
@@ -240,6 +275,10 @@ def flops_of(func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) ->
         wide, deep = query.shape[-1], value.shape[-1]
         of_score = 2 * (3 * wide + 2 * deep if is_backward else wide + deep)
         return int(math.prod(query.shape[:-1]) * key.shape[-2] * of_score)
+    if func.overloadpacket is GROUPED_PRODUCT:
+        first, second = args[:2]
+        num_groups = len(first) if first.dim() == second.dim() == 3 else 1  # noqa: PLR2004
+        return int(2 * num_groups * math.prod(first.shape[-2:]) * second.shape[-1])
     formula = flop_formula(func.overloadpacket)
     if formula is not None:
         out = results[0] if len(results) == 1 else results

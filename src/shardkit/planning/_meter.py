@@ -22,7 +22,12 @@ from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
-from shardkit.planning._kernels import flops_of, scratch_on_cuda
+from shardkit.planning._kernels import (
+    GROUPED_PRODUCT,
+    flops_of,
+    grouped_product,
+    scratch_on_cuda,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -171,8 +176,11 @@ class MemoryMeter(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             except NotImplementedError:  # torch 2.9 has none of them on meta, 2.13 some.
                 return func(*map_tensors(_nothing, args), **map_tensors(_nothing, kwargs or {}))
+        run = func
+        if func.overloadpacket is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
+            run = grouped_product
         try:
-            out = func(*args, **(kwargs or {}))
+            out = run(*args, **(kwargs or {}))
         except (NotImplementedError, RuntimeError):
             self.failed = self.modules[-1] if self.modules else None
             raise

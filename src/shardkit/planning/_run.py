@@ -29,7 +29,7 @@ from shardkit.backends.dry import dry_world, init_dry_mesh, is_on_host
 from shardkit.planning._kernels import (
     fused_attention,
     seen_random_states,
-    without_packed_sequences,
+    transformers_without_values,
 )
 from shardkit.planning._meter import MemoryMeter
 
@@ -194,7 +194,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
         with (
             _named_modules(model, meter),
             fused_attention(on_cpu=run.on_cpu),
-            without_packed_sequences(),
+            transformers_without_values(),
             seen_random_states(meter.note) if run.on_cpu else contextlib.nullcontext(),
             _explained(meter),
         ):

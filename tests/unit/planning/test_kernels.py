@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 import unittest.mock
 
@@ -15,8 +16,10 @@ from planned_runs import Mlp
 from shardkit import plan
 from shardkit.planning._cpu_kernels import scratch_on_cpu
 from shardkit.planning._kernels import flops_of, scratch_on_cuda
+from shardkit.planning._meter import MemoryMeter
 from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
+Shape = tuple[int, ...]
 NUM_ROWS, NUM_HEADS, LENGTH, DIM = 2, 4, 512, 32
 
 
@@ -96,6 +99,55 @@ def test_fused_attention_has_as_many_operations_as_torch_counts(name: str) -> No
     for func, args in ((forward, (query, key, value)), (backward, (grad, query, key, value))):
         formula = flop_registry[func]
         assert flops_of(func.default, args, {}, (grad,)) == formula(*args, out_val=grad)
+
+
+class SharedKeys(nn.Module):
+    """Attention of eight heads over two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(DIM, 8 * DIM), nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = (
+            each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (self.query, self.key)
+        )
+        return F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_heads_that_share_keys_have_no_copies_of_them(device: str) -> None:
+    batch = batch_on_meta(_like(2, LENGTH, DIM, dtype=torch.bfloat16))
+    meter = dry_run(Run(SharedKeys().bfloat16(), batch, (1,), device=device)).meter
+    of_key = 2 * LENGTH * 2 * DIM * 2
+    kept = [each.nbytes for each in meter.memories if each.kind == "activations"]
+    assert kept.count(of_key) == 2  # One in each step; values are keys.
+    assert kept.count(4 * of_key) == 4  # Queries and results.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ((48, 16), (3, 16, 32), (48, 32)),  # Rows of three experts, and their matrices.
+        ((16, 48), (48, 32), (3, 16, 32)),  # The gradients of the matrices.
+        ((3, 8, 16), (16, 48), (8, 48)),
+        ((3, 8, 16), (3, 16, 32), (3, 8, 32)),
+    ],
+)
+def test_grouped_products_have_one_result_and_all_operations(
+    dtype: torch.dtype, first: Shape, second: Shape, expected: Shape
+) -> None:
+    meter = MemoryMeter(on_cpu=True, is_timed=True)
+    offs = None if len(first) == len(second) == 3 else _like(3, dtype=torch.int32)
+    inputs = (_like(*first, dtype=dtype), _like(*second, dtype=dtype))
+    with meter:
+        result = torch.ops.aten._grouped_mm(*inputs, offs)  # noqa: SLF001
+    assert (result.shape, result.dtype) == (expected, dtype)
+    num_products = 3 if len(first) == len(second) == 3 else 1
+    assert [each.flops for each in meter.operators] == [
+        2 * num_products * math.prod(first[-2:]) * second[-1]
+    ]
 
 
 def test_a_formula_that_raises_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
