@@ -768,8 +768,12 @@ class Watchdog:
         ):
             return
         end = time.monotonic() + watch_settings.silent_after_s
-        missing = [f"end/{rank}" for rank in range(1, self.world_size)]
+        ranks = range(1, self.world_size)
         with contextlib.suppress(RuntimeError):
+            # Ranks that have no mesh so far may never have one. After an error they may still ask.
+            hellos = [f"hello/{rank}" for rank in ranks]
+            absent = [] if self.has_raised else self._store.missing(hellos)
+            missing = [f"end/{rank}" for rank in ranks if f"hello/{rank}" not in absent]
             while time.monotonic() < end:
                 missing = self._store.missing(missing)
                 # Ranks that were killed write nothing.

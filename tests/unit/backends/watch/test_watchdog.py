@@ -298,3 +298,29 @@ def test_threads_that_count_in_do_not_wait_behind_each_other() -> None:
         for rank in ranks:
             rank.close()
             rank.end_threads()
+
+
+@pytest.mark.parametrize(
+    ("written", "has_raised", "waits"),
+    [
+        pytest.param([], False, False, id="it has no mesh, and may never have one"),
+        pytest.param([], True, True, id="it may yet ask why this rank has raised"),
+        pytest.param(["hello/1"], False, True, id="it goes on"),
+        pytest.param(["hello/1", "end/1"], False, False, id="it has ended"),
+    ],
+)
+def test_rank_0_waits_for_the_ends_of_ranks_that_may_need_its_store(
+    watchdog: Watchdog,
+    monkeypatch: pytest.MonkeyPatch,
+    written: list[str],
+    *,
+    has_raised: bool,
+    waits: bool,
+) -> None:
+    for key in written:
+        watchdog._store.set(key, "")  # noqa: SLF001
+    watchdog.has_raised = has_raised
+    monkeypatch.setattr(watch_settings, "silent_after_s", 1.0)
+    begun = time.monotonic()
+    watchdog.linger()
+    assert (time.monotonic() - begun >= 1.0) == waits
