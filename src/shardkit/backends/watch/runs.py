@@ -260,9 +260,7 @@ def running() -> list[RankFile]:
     # Whether processes on other machines still run cannot be known here.
     here = machine_id()
     found = [
-        run
-        for _, run in known
-        if run.machine not in ("", here) or process_state(run.pid) != "gone"
+        run for _, run in known if run.machine not in ("", here) or process_state(run.pid) != "gone"
     ]
     names = {run.name for run in found}
     for path, run in known:
