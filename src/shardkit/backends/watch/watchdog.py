@@ -932,6 +932,10 @@ def _end_with_group(pid: int) -> None:
 
 def _say_goodbye(pid: int) -> None:
     if _current is not None and os.getpid() == pid:  # Not in a forked process.
+        error = getattr(sys, "last_value", None)  # An exception that nobody has caught.
+        if error is not None and not _current.has_raised:  # Another hook took the place of ours.
+            _current.note_error(error)
+            _current.has_raised = True
         _current.close("raised" if _current.has_raised else "ended")
         _current.linger()
         _current.end_threads()

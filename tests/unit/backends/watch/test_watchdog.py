@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import sys
 import threading
 import time
 import types
@@ -17,7 +19,7 @@ from shardkit._settings import watch_settings
 from shardkit.backends.watch import watchdog as module
 from shardkit.backends.watch.diagnosis import Diagnosis
 from shardkit.backends.watch.history import Collective, CollectiveWait, InFlight
-from shardkit.backends.watch.status import GroupStatus
+from shardkit.backends.watch.status import GroupStatus, RankStatus
 from shardkit.backends.watch.watchdog import Channel, Watchdog
 
 if typing.TYPE_CHECKING:
@@ -324,3 +326,15 @@ def test_rank_0_waits_for_the_ends_of_ranks_that_may_need_its_store(
     begun = time.monotonic()
     watchdog.linger()
     assert (time.monotonic() - begun >= 1.0) == waits
+
+
+def test_an_exception_that_another_hook_shows_is_told_to_the_others(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts may set `sys.excepthook` later, as packages that colour tracebacks do."""
+    monkeypatch.setattr(module, "_current", watchdog)
+    monkeypatch.setattr(sys, "last_value", ValueError("of the user"), raising=False)
+    monkeypatch.setattr(watch_settings, "silent_after_s", 0.1)
+    module._say_goodbye(os.getpid())  # noqa: SLF001 - what `atexit` calls
+    told = RankStatus.load(watchdog._store.get("end/0"))  # noqa: SLF001
+    assert (told.state, told.error) == ("raised", "ValueError: of the user")
