@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import typing
 from unittest import mock
 
@@ -306,6 +307,29 @@ def test_all_go_without_what_one_may_not_do(
     spawn: Spawn, function: str, error: Exception, remain: tuple[bool, bool], rank: int
 ) -> None:
     assert spawn(connect_where_it_fails, 3, function, error, rank) == [remain] * 3
+
+
+def connect_with_a_slow_rank() -> tuple[bool, bool]:
+    """Rank 0 has read when its wait ends, and rank 1 still reads: its own wait began later."""
+    slow = vars(direct_reads)
+
+    def begin_late(*args: typing.Any, _make: typing.Any = slow["_table_of"]) -> typing.Any:
+        time.sleep(2.0)
+        return _make(*args)
+
+    def read_late(*args: typing.Any, _read: typing.Any = slow["_read_memory"]) -> None:
+        time.sleep(1.0)  # Twice: a table, and what it says.
+        _read(*args)
+
+    change: typing.Any = mock.patch.multiple(
+        direct_reads, _table_of=begin_late, _read_memory=read_late
+    )
+    with mock.patch.object(direct_reads, "CONNECT_S", 3.0):
+        return connected(change, 1)
+
+
+def test_all_go_without_reads_if_one_is_too_slow(spawn: Spawn) -> None:
+    assert spawn(connect_with_a_slow_rank, 2) == [(True, False)] * 2
 
 
 @on_ranks(3)

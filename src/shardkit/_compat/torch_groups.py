@@ -33,8 +33,11 @@ def named_group(name: str) -> Iterator[None]:
     number differs between ranks if one of them is also in another group; each rank then waits for
     the others under a different name. If torch lacks the function that is wrapped here, its own
     names stay.
+
+    The group also gets a connection of its own to the store. On one connection a thread would wait
+    for the other ranks in front of another thread, which they may wait for.
     """
-    _wrap_naming()
+    _wrap_making()
     _group_names.name = name
     try:
         yield
@@ -46,12 +49,27 @@ _group_names = threading.local()
 
 
 @once
-def _wrap_naming() -> None:
+def _wrap_making() -> None:
     def named(original: Any, ranks: Any) -> Any:
         return getattr(_group_names, "name", None) or original(ranks)
 
-    if hasattr(c10d, "_hash_ranks_to_str"):
-        wrap(c10d, "_hash_ranks_to_str", named)
+    def made(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(_group_names, "name"):
+            args = tuple(_cloned(each) if isinstance(each, c10d.Store) else each for each in args)
+        return original(*args, **kwargs)
+
+    for function, wrapper in (("_hash_ranks_to_str", named), ("_new_process_group_helper", made)):
+        if hasattr(c10d, function):
+            wrap(c10d, function, wrapper)
+
+
+def _cloned(store: Any) -> Any:
+    """Return a store over a new connection; the same one if that is not possible."""
+    try:
+        store.check(["x"])  # A clone of a store that has ended tries to connect for minutes.
+        return store.clone()
+    except RuntimeError:  # Torch's fake stores cannot be cloned.
+        return store
 
 
 def waited(tensor: Tensor) -> Tensor:

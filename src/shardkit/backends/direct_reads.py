@@ -386,10 +386,11 @@ def read_directly(links: HostLinks, group: dist.ProcessGroup) -> DirectReads | N
     direct = DirectReads(links.for_reads, links.pids, CONNECT_S)
     own = torch.tensor([group.rank()], device="cpu")
     found = [torch.full_like(own, -1) for _ in links.pids]
-    with contextlib.suppress(RuntimeError):
-        direct.start([[own]] * len(found), found, 0).wait()
     others = [rank for rank in range(group.size()) if rank != group.rank()]
-    works = [int(each) for each in found] == others
+    works = False
+    with contextlib.suppress(RuntimeError):  # A wait that has ended in an error closes connections.
+        direct.start([[own]] * len(found), found, 0).wait()
+        works = [int(each) for each in found] == others
     if not all(groups.exchange(works, group, "ranks that read from each other")):
         return None
     direct.timeout_s = torch_groups.timeout_of(group)

@@ -57,13 +57,18 @@ def collective_timeout() -> timedelta | None:
     return None if math.isinf(seconds) else timedelta(seconds=seconds)
 
 
-def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], backend: str | None = None, of: str = "") -> dist.ProcessGroup:
     """Make a process group. Only its own ranks have to call this.
 
-    They must make all groups of exactly these ranks in the same order. Other groups of a rank make
-    no difference.
+    They must make all groups of exactly these ranks, and of the same group, in the same order.
+    Other groups of a rank make no difference.
+
+    Args:
+        ranks: Ranks of the group.
+        backend: The engine; None: torch chooses.
+        of: Name of the group that it is a part of.
     """
-    with _named_group(ranks):
+    with _named_group(ranks, of):
         group: dist.ProcessGroup = dist.new_group(
             list(ranks),
             timeout=collective_timeout(),
@@ -73,12 +78,12 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     return group
 
 
-def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
+def _named_group(ranks: Sequence[int], of: str) -> AbstractContextManager[None]:
     """Give the next process group a name that is the same on all of its ranks."""
-    members, counts = tuple(ranks), _num_made.now()
-    number = counts[members] = counts.get(members, 0) + 1
+    key, counts = (of, *ranks), _num_made.now()
+    number = counts[key] = counts.get(key, 0) + 1
     # The name is short for any number of ranks, since ranks send each other the names of groups.
-    digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
     return torch_groups.named_group(f"shardkit_{digest}_{number}")
 
 
@@ -97,14 +102,14 @@ def sub_group(
     if backend is None and _must_be_split(parent):
         # A new group would split the communicator of the whole world. Torch needs a call on all
         # ranks of the world for that.
-        with _named_group(ranks):
+        with _named_group(ranks, parent.group_name):
             all_splits = [list(split) for split in splits]
             made = dist.split_group(
                 parent_pg=parent, split_ranks=all_splits, timeout=collective_timeout()
             )
         assert made is not None, "every rank is in one of the splits"
         return made
-    return new_group(ranks, backend)
+    return new_group(ranks, backend, parent.group_name)
 
 
 def _must_be_split(parent: dist.ProcessGroup) -> bool:

@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> None:
             _run_file(arguments[0])
     except Exception as error:  # noqa: BLE001 - it is shown like Python does
         _leave_error_file(error)
+        sys.last_value = error  # As Python does; shardkit reads it if the script sets a hook.
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 

@@ -289,7 +289,8 @@ class Groups:
         group = Stub(WORLD=Stub(bound_device_id=device))
         self._monkeypatch.setattr(process_groups, "dist", Stub(**(vars(dist) | {"group": group})))
         engine = Stub(supports_splitting=splits)
-        return Stub(rank=lambda: rank, ranks=[4, 5, 6, 7], _get_backend=lambda _: engine)
+        own = {"ranks": [4, 5, 6, 7], "group_name": "parent"}
+        return Stub(rank=lambda: rank, _get_backend=lambda _: engine, **own)
 
     def _name(self) -> str:
         return str(c10d._hash_ranks_to_str([0]))  # type: ignore[attr-defined]  # noqa: SLF001 - what torch asks

@@ -29,7 +29,7 @@ def test_a_first_attempt_asks_nothing_of_torch(monkeypatch: pytest.MonkeyPatch) 
 def test_without_its_function_torch_names_groups_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of its own cache: the function may have been wrapped before.
     monkeypatch.setattr(
-        torch_groups, "_wrap_naming", vars(torch_groups)["_wrap_naming"].__wrapped__
+        torch_groups, "_wrap_making", vars(torch_groups)["_wrap_making"].__wrapped__
     )
     monkeypatch.delattr(c10d, "_hash_ranks_to_str")
     with torch_groups.named_group("ours"):

@@ -235,10 +235,14 @@ def _own_folder(*, make: bool = False) -> Path | None:
 
 
 def register(run: RankFile) -> Path | None:
-    """Leave a file about a rank and return it; None: this host has no place for it."""
+    """Leave a file about a rank and return it; None: this host has no place for it.
+
+    Files of killed runs are removed.
+    """
     own = _own_folder(make=True)
     if own is None:
         return None
+    running()
     path = own / f"{run.name}-{run.rank}.run"
     try:
         path.write_text(to_text(run))
@@ -248,13 +252,19 @@ def register(run: RankFile) -> Path | None:
 
 
 def running() -> list[RankFile]:
-    """Return the ranks on this host, newest first; remove the files of ended processes."""
-    found = []
-    for path, run in _runs("*"):
-        # Whether processes on other machines still run cannot be known here.
-        if run.machine not in ("", machine_id()) or process_state(run.pid) != "gone":
-            found.append(run)
-        else:
+    """Return the ranks on this host, newest first; remove the files of runs that have ended.
+
+    Files of ended ranks stay while a rank of the run is there, which looks for them.
+    """
+    known = [*_runs("*")]
+    # Whether processes on other machines still run cannot be known here.
+    here = machine_id()
+    found = [
+        run for _, run in known if run.machine not in ("", here) or process_state(run.pid) != "gone"
+    ]
+    names = {run.name for run in found}
+    for path, run in known:
+        if run.name not in names:
             with contextlib.suppress(OSError):
                 path.unlink()
     return sorted(found, key=lambda run: (-run.started, run.rank))

@@ -768,8 +768,12 @@ class Watchdog:
         ):
             return
         end = time.monotonic() + watch_settings.silent_after_s
-        missing = [f"end/{rank}" for rank in range(1, self.world_size)]
+        ranks = range(1, self.world_size)
         with contextlib.suppress(RuntimeError):
+            # Ranks that have no mesh so far may never have one. After an error they may still ask.
+            hellos = [f"hello/{rank}" for rank in ranks]
+            absent = [] if self.has_raised else self._store.missing(hellos)
+            missing = [f"end/{rank}" for rank in ranks if f"hello/{rank}" not in absent]
             while time.monotonic() < end:
                 missing = self._store.missing(missing)
                 # Ranks that were killed write nothing.
@@ -928,6 +932,10 @@ def _end_with_group(pid: int) -> None:
 
 def _say_goodbye(pid: int) -> None:
     if _current is not None and os.getpid() == pid:  # Not in a forked process.
+        error = getattr(sys, "last_value", None)  # An exception that nobody has caught.
+        if error is not None and not _current.has_raised:  # Another hook took the place of ours.
+            _current.note_error(error)
+            _current.has_raised = True
         _current.close("raised" if _current.has_raised else "ended")
         _current.linger()
         _current.end_threads()

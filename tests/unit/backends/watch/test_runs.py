@@ -47,6 +47,22 @@ def test_files_of_processes_that_are_gone_go() -> None:
     assert not path.exists()
 
 
+def test_the_next_run_removes_files_of_killed_ones(place: Path) -> None:
+    """Also if nobody asks for them: a launcher kills ranks, which then remove nothing."""
+    for number in range(3):
+        runs.register(run(f"killed{number}", pid=NO_PROCESS))
+    runs.register(run("next"))
+    assert [each.name for each in place.iterdir()] == ["next-0.run"]
+
+
+def test_ranks_find_what_a_killed_rank_of_their_run_has_left() -> None:
+    """So they know its process, and see that it is gone."""
+    runs.register(dataclasses.replace(run("this", 1), machine=machine_id()))
+    runs.register(dataclasses.replace(run("this", 2, pid=NO_PROCESS), machine=machine_id()))
+    assert [each.rank for each in runs.running()] == [1]
+    assert runs.process_of("this", 2) == NO_PROCESS
+
+
 def test_a_file_that_cannot_be_read_is_passed_over(place: Path) -> None:
     runs.register(run("good"))
     (place / "bad-0.run").write_text("{")

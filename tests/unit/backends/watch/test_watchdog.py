@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import sys
 import threading
 import time
 import types
@@ -17,7 +19,7 @@ from shardkit._settings import watch_settings
 from shardkit.backends.watch import watchdog as module
 from shardkit.backends.watch.diagnosis import Diagnosis
 from shardkit.backends.watch.history import Collective, CollectiveWait, InFlight
-from shardkit.backends.watch.status import GroupStatus
+from shardkit.backends.watch.status import GroupStatus, RankStatus
 from shardkit.backends.watch.watchdog import Channel, Watchdog
 
 if typing.TYPE_CHECKING:
@@ -298,3 +300,41 @@ def test_threads_that_count_in_do_not_wait_behind_each_other() -> None:
         for rank in ranks:
             rank.close()
             rank.end_threads()
+
+
+@pytest.mark.parametrize(
+    ("written", "has_raised", "waits"),
+    [
+        pytest.param([], False, False, id="it has no mesh, and may never have one"),
+        pytest.param([], True, True, id="it may yet ask why this rank has raised"),
+        pytest.param(["hello/1"], False, True, id="it goes on"),
+        pytest.param(["hello/1", "end/1"], False, False, id="it has ended"),
+    ],
+)
+def test_rank_0_waits_for_the_ends_of_ranks_that_may_need_its_store(
+    watchdog: Watchdog,
+    monkeypatch: pytest.MonkeyPatch,
+    written: list[str],
+    *,
+    has_raised: bool,
+    waits: bool,
+) -> None:
+    for key in written:
+        watchdog._store.set(key, "")  # noqa: SLF001
+    watchdog.has_raised = has_raised
+    monkeypatch.setattr(watch_settings, "silent_after_s", 1.0)
+    begun = time.monotonic()
+    watchdog.linger()
+    assert (time.monotonic() - begun >= 1.0) == waits
+
+
+def test_an_exception_that_another_hook_shows_is_told_to_the_others(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts may set `sys.excepthook` later, as packages that colour tracebacks do."""
+    monkeypatch.setattr(module, "_current", watchdog)
+    monkeypatch.setattr(sys, "last_value", ValueError("of the user"), raising=False)
+    monkeypatch.setattr(watch_settings, "silent_after_s", 0.1)
+    module._say_goodbye(os.getpid())  # noqa: SLF001 - what `atexit` calls
+    told = RankStatus.load(watchdog._store.get("end/0"))  # noqa: SLF001
+    assert (told.state, told.error) == ("raised", "ValueError: of the user")
