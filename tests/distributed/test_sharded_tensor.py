@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import pickle
 import typing
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models import PARAMETER_SHAPES
-from reference import whole_and_sharded
-from shardkit import ShardedTensor, ShardedTensorError
+from reference import make_mesh, whole_and_sharded
+from shardkit import ShardedTensor, ShardedTensorError, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -40,6 +42,40 @@ def assert_nothing_wrong(by_rank: list[list[str]]) -> None:
     """Check that no rank found anything wrong, else show all of it."""
     shown = [f"rank {rank}: {why}" for rank, found in enumerate(by_rank) for why in found]
     assert not shown, "\n".join(shown)
+
+
+# --- dtypes that no engine sends ------------------------------------------------------------------
+
+
+class Coded(nn.Module):
+    """A frozen weight in a dtype of its own, and a layer that is trained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(33).reshape(3, 11).to(dtype), requires_grad=False)
+        self.layer = nn.Linear(11, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the codes to the input."""
+        output: Tensor = self.layer(x + self.codes.float())
+        return output
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks("num_ranks")
+def test_every_dtype_is_gathered(num_ranks: int, shared: str) -> None:
+    with mock.patch.dict(os.environ, {"SHARDKIT_SHARED_MEMORY": shared}):
+        for dtype in (torch.int16, torch.uint32, torch.float8_e4m3fn, torch.bool):
+            plain = Coded(dtype)
+            model: typing.Any = fully_shard(copy.deepcopy(plain), make_mesh((num_ranks,)))
+            x = torch.ones(11)
+            output = model(x)
+            torch.testing.assert_close(output, plain(x), rtol=0, atol=0)
+            output.sum().backward()
+            whole = model.codes.full_tensor()
+            assert torch.equal(whole.view(torch.uint8), plain.codes.view(torch.uint8)), dtype
+            assert torch.equal(model.codes[1].float(), plain.codes[1].float()), dtype
 
 
 # --- data movement ------------------------------------------------------------------------------
