@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import typing
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -76,6 +77,43 @@ def test_every_dtype_is_gathered(num_ranks: int, shared: str) -> None:
             whole = model.codes.full_tensor()
             assert torch.equal(whole.view(torch.uint8), plain.codes.view(torch.uint8)), dtype
             assert torch.equal(model.codes[1].float(), plain.codes[1].float()), dtype
+
+
+# --- complex numbers ------------------------------------------------------------------------------
+
+COMPLEX_USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "times its conjugate": lambda z: z * z.conj(),
+    "a row of the conjugate": lambda z: z.conj()[1] * 2,
+    "the conjugate of a row": lambda z: z[1].conj() * 2,
+    "adjoint": lambda z: z @ z.mH,
+    "sum of the conjugate": lambda z: z.conj().sum(),
+    "square": lambda z: z**2,
+    "pseudoinverse": torch.linalg.pinv,
+    "pseudoinverse of a view": lambda z: torch.linalg.pinv(z.T),
+    "to real": torch.fft.hfft,
+    "norm": lambda z: torch.linalg.vector_norm(z, dtype=torch.complex128),
+}
+
+
+def fill(values: Tensor, model: nn.Module) -> None:
+    next(model.parameters()).copy_(values)
+
+
+@on_ranks(3)
+def test_conjugates_are_those_of_the_whole() -> None:
+    values = torch.randn(4, 3, dtype=torch.complex128)
+    plain, model = whole_and_sharded((3,), {"z": (4, 3)}, torch.complex128, partial(fill, values))
+    whole, sharded = plain.z, typing.cast("typing.Any", model.z)
+    for name, use in COMPLEX_USES.items():
+        whole.grad = sharded.grad = None
+        expected, found = use(whole), use(sharded)
+        for result in (expected, found):
+            slopes = torch.arange(1.0, result.numel() + 1).view(result.shape)
+            (result.abs() ** 2 * slopes).sum().backward()
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        assert found.dtype == expected.dtype, name
+        torch.testing.assert_close(found, expected, msg=name)
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, msg=name)
 
 
 # --- data movement ------------------------------------------------------------------------------
