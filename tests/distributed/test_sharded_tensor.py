@@ -116,6 +116,23 @@ def test_conjugates_are_those_of_the_whole() -> None:
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, msg=name)
 
 
+# --- gradients that users set ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks("num_ranks")
+def test_backward_adds_to_a_whole_gradient_that_was_set(num_ranks: int) -> None:
+    plain, model = whole_and_sharded((num_ranks,))
+    slopes = plain.draw_slopes(torch.Generator().manual_seed(0))
+    for each in (plain, model):
+        for param in list(each.parameters())[::2]:
+            param.grad = torch.ones(param.shape)
+        each(slopes).backward()
+    for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+        assert isinstance(sharded.grad, ShardedTensor)
+        torch.testing.assert_close(sharded.grad.full_tensor(), param.grad)
+
+
 # --- data movement ------------------------------------------------------------------------------
 
 
