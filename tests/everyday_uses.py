@@ -255,6 +255,10 @@ EVERYDAY: dict[str, Use] = {
     # To the host, and to other kinds.
     "tolist": lambda t, _: [t.tolist(), t[0].tolist()],
     "numpy": lambda t, _: [t.numpy().tolist(), t[0].numpy().tolist()],
+    "dlpack": lambda t, _: [torch.from_dlpack(each) for each in (t.data, t.data[0], t.data.t())],
+    "apply_": lambda t, _: [t.data[1].apply_(lambda a: -a), t.data.apply_(lambda a: a * a + 1), t],
+    "map_": lambda t, w: [t.data.map_(w, lambda a, b: a + 2 * b), t.data.map_(t.data * 3, max), t],
+    "map2_": lambda t, w: [t.data.map2_(w, t.data * 3, lambda a, b, c: a + b * c), t],
     "cpu": lambda t, _: t.cpu() * 2,
     "to another dtype": lambda t, w: [t.double() + w, t.bfloat16(), t.to(w), t.type_as(w.long())],
     "len and shape": lambda t, _: [len(t), list(t.shape), t.numel(), t.size(1), t.dim()],

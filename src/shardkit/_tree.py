@@ -1,7 +1,8 @@
 """Tensors inside the arguments and results of a forward.
 
 This covers more than pytree: any mapping (Hugging Face outputs are dict subclasses), dataclasses,
-namedtuples (`PackedSequence` is one) and, for finding only, plain objects.
+classes of lists and tuples (`PackedSequence` is one) and, for finding only, plain objects and
+mappings that cannot be written.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, undo: Undo | None = N
         return fn(tree)
     if isinstance(tree, (list, tuple)):
         return _map_sequence(fn, tree, undo)
-    if isinstance(tree, Mapping):
-        return _map_entries(fn, tree, tree, undo, isinstance(tree, MutableMapping))
+    if isinstance(tree, MutableMapping):
+        return _map_entries(fn, tree, tree, undo, can_write=True)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         entries = {each.name: getattr(tree, each.name, None) for each in dataclasses.fields(tree)}
         is_frozen = tree.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        return _map_entries(fn, tree, entries, undo, not is_frozen)
+        return _map_entries(fn, tree, entries, undo, can_write=not is_frozen)
     return tree
 
 
@@ -78,7 +79,17 @@ def _map_sequence(fn: Callable[[Tensor], Tensor], tree: Any, undo: Undo | None) 
         tree[:] = items
         undo.append(functools.partial(_put_into_list, tree, changed))
         return tree
-    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if type(tree) in (list, tuple) or hasattr(tree, "n_fields"):  # `torch.max` returns the last.
+        return type(tree)(items)
+    if isinstance(tree, list):
+        result = copy.copy(tree)
+        result[:] = items
+        return result
+    # Not by the constructor, which may want other arguments.
+    result = tuple.__new__(type(tree), items)
+    if hasattr(tree, "__dict__"):  # Not if it has slots, as most named tuples.
+        result.__dict__.update(tree.__dict__)
+    return result
 
 
 def _put_into_list(tree: list[Any], changed: list[tuple[Any, Any]]) -> None:
@@ -94,7 +105,8 @@ def _map_entries(
     tree: Any,
     entries: Mapping[Any, Any],
     undo: Undo | None,
-    can_write: bool,  # noqa: FBT001
+    *,
+    can_write: bool,
 ) -> Any:
     """Return a mapping or a dataclass with mapped entries, in place if `undo` and it allow that."""
     mapped = ((key, map_tensors(fn, old, undo), old) for key, old in entries.items())

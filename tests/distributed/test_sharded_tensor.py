@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import pickle
 import typing
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models import PARAMETER_SHAPES
-from reference import whole_and_sharded
-from shardkit import ShardedTensor, ShardedTensorError
+from reference import make_mesh, whole_and_sharded
+from shardkit import ShardedTensor, ShardedTensorError, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -40,6 +43,94 @@ def assert_nothing_wrong(by_rank: list[list[str]]) -> None:
     """Check that no rank found anything wrong, else show all of it."""
     shown = [f"rank {rank}: {why}" for rank, found in enumerate(by_rank) for why in found]
     assert not shown, "\n".join(shown)
+
+
+# --- dtypes that no engine sends ------------------------------------------------------------------
+
+
+class Coded(nn.Module):
+    """A frozen weight in a dtype of its own, and a layer that is trained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(33).reshape(3, 11).to(dtype), requires_grad=False)
+        self.layer = nn.Linear(11, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the codes to the input."""
+        output: Tensor = self.layer(x + self.codes.float())
+        return output
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks("num_ranks")
+def test_every_dtype_is_gathered(num_ranks: int, shared: str) -> None:
+    with mock.patch.dict(os.environ, {"SHARDKIT_SHARED_MEMORY": shared}):
+        for dtype in (torch.int16, torch.uint32, torch.float8_e4m3fn, torch.bool):
+            plain = Coded(dtype)
+            model: typing.Any = fully_shard(copy.deepcopy(plain), make_mesh((num_ranks,)))
+            x = torch.ones(11)
+            output = model(x)
+            torch.testing.assert_close(output, plain(x), rtol=0, atol=0)
+            output.sum().backward()
+            whole = model.codes.full_tensor()
+            assert torch.equal(whole.view(torch.uint8), plain.codes.view(torch.uint8)), dtype
+            assert torch.equal(model.codes[1].float(), plain.codes[1].float()), dtype
+
+
+# --- complex numbers ------------------------------------------------------------------------------
+
+COMPLEX_USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "times its conjugate": lambda z: z * z.conj(),
+    "a row of the conjugate": lambda z: z.conj()[1] * 2,
+    "the conjugate of a row": lambda z: z[1].conj() * 2,
+    "adjoint": lambda z: z @ z.mH,
+    "sum of the conjugate": lambda z: z.conj().sum(),
+    "square": lambda z: z**2,
+    "pseudoinverse": torch.linalg.pinv,
+    "pseudoinverse of a view": lambda z: torch.linalg.pinv(z.T),
+    "to real": torch.fft.hfft,
+    "norm": lambda z: torch.linalg.vector_norm(z, dtype=torch.complex128),
+}
+
+
+def fill(values: Tensor, model: nn.Module) -> None:
+    next(model.parameters()).copy_(values)
+
+
+@on_ranks(3)
+def test_conjugates_are_those_of_the_whole() -> None:
+    values = torch.randn(4, 3, dtype=torch.complex128)
+    plain, model = whole_and_sharded((3,), {"z": (4, 3)}, torch.complex128, partial(fill, values))
+    whole, sharded = plain.z, typing.cast("typing.Any", model.z)
+    for name, use in COMPLEX_USES.items():
+        whole.grad = sharded.grad = None
+        expected, found = use(whole), use(sharded)
+        for result in (expected, found):
+            slopes = torch.arange(1.0, result.numel() + 1).view(result.shape)
+            (result.abs() ** 2 * slopes).sum().backward()
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        assert found.dtype == expected.dtype, name
+        torch.testing.assert_close(found, expected, msg=name)
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, msg=name)
+
+
+# --- gradients that users set ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks("num_ranks")
+def test_backward_adds_to_a_whole_gradient_that_was_set(num_ranks: int) -> None:
+    plain, model = whole_and_sharded((num_ranks,))
+    slopes = plain.draw_slopes(torch.Generator().manual_seed(0))
+    for each in (plain, model):
+        for param in list(each.parameters())[::2]:
+            param.grad = torch.ones(param.shape)
+        each(slopes).backward()
+    for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+        assert isinstance(sharded.grad, ShardedTensor)
+        torch.testing.assert_close(sharded.grad.full_tensor(), param.grad)
 
 
 # --- data movement ------------------------------------------------------------------------------

@@ -244,6 +244,43 @@ def test_the_result_of_a_torch_function_of_several_values() -> None:
     assert map_tensors(same, result) is result
 
 
+class Images(list[typing.Any]):
+    def __init__(self, images: list[Tensor], sizes: list[int]) -> None:
+        super().__init__(images)
+        self.sizes = sizes
+
+
+class Pair(tuple[Tensor, Tensor]):  # noqa: SLOT001 - with attributes
+    note: str
+
+    def __new__(cls, first: Tensor, second: Tensor) -> typing.Self:
+        return super().__new__(cls, (first, second))
+
+
+class Shifted(Point):
+    __slots__ = ()
+
+    def __new__(cls, x: Tensor) -> typing.Self:
+        return super().__new__(cls, x, x + 1)
+
+
+@pytest.mark.parametrize("undo", [None, []], ids=["copied", "in place"])
+def test_constructors_of_lists_and_tuples_are_not_called(undo: typing.Any) -> None:
+    images, pair = Images([number(1)], [7]), Pair(number(2), number(3))
+    pair.note = "kept"
+    tree = [images, pair, Shifted(number(4))]
+    changed = map_tensors(plus_one, tree, undo)
+    assert [type(each) for each in changed] == [Images, Pair, Shifted]
+    assert numbers(changed) == [2, 3, 4, 5, 6]
+    assert (changed[0].sizes, changed[1].note) == ([7], "kept")
+
+
+def test_a_mapping_that_cannot_be_written_is_returned_as_it_is() -> None:
+    shown = types.MappingProxyType({"x": number(1)})
+    assert map_tensors(plus_one, shown) is shown
+    assert numbers(shown) == [1]
+
+
 def test_plain_objects_and_sets_are_returned_as_they_are() -> None:
     """They cannot be rebuilt safely, and changing them in place would surprise the user."""
     plain, some = PlainObject(x=number(1)), {number(1)}

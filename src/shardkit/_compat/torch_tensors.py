@@ -22,6 +22,7 @@ from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
 OPERATOR_KINDS: tuple[type, ...] = (
     torch._ops.OpOverload,
@@ -58,6 +59,21 @@ def in_dispatch() -> bool:
     """
     key: Any = torch._C.DispatchKey
     return torch._C._dispatch_tls_is_dispatch_key_excluded(key.PythonTLSSnapshot)
+
+
+def heeding_conjugates() -> AbstractContextManager[object]:
+    """Return a context for a dispatch in which operators work as outside of it.
+
+    In a dispatch they do not look at the bits that mark views of conjugates and negatives, and so
+    those that make such views inside, as `torch.linalg.pinv` does, compute something else.
+    """
+    core: Any = torch._C
+    bits = core.DispatchKeySet(core.DispatchKey.Conjugate).add(core.DispatchKey.Negative)
+    excluded = core._dispatch_tls_local_exclude_set() - bits
+    guard: AbstractContextManager[object] = core._ForceDispatchKeyGuard(
+        core._dispatch_tls_local_include_set(), excluded
+    )
+    return guard
 
 
 def in_function_transform() -> bool:

@@ -819,8 +819,7 @@ class FlatStore(Store):
         own = full[first : first + layout.shard_numel]
         own.copy_(values)
         if full.numel():
-            # As bytes: not every engine knows every dtype.
-            axis.all_gather(full.view(torch.uint8), own.view(torch.uint8))
+            axis.all_gather(full, own)
         return full
 
     def whole_of(self, index: int, full: Tensor) -> Tensor:

@@ -59,9 +59,10 @@ def assign_grad(
     grad = param.grad
     if grad is None:
         param.grad = ShardedTensor.__new__(ShardedTensor, piece, spec, flat)  # Once per gradient.
-    else:
-        assert isinstance(grad, ShardedTensor)
+    elif isinstance(grad, ShardedTensor):
         grad.to_local().add_(piece)
+    else:  # The user has set a whole tensor.
+        param.grad = ShardedTensor(spec.slice_full(grad.detach()) + piece, spec)
     for hook in torch_autograd.post_accumulate_grad_hooks(param):
         hook(param)
 

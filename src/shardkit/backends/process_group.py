@@ -81,6 +81,14 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def octets(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor: 1-D, over the same memory.
+
+    What is only moved travels as bytes, since no engine knows every dtype.
+    """
+    return tensor.view(-1).view(torch.uint8)
+
+
 class ProcessGroupAxis:
     """`AxisComm` over one torch process group."""
 
@@ -103,7 +111,7 @@ class ProcessGroupAxis:
                 full.copy_(own)
             return
         with channel_of(self.group).run("all-gather", "", full.nbytes):
-            all_gather_single(full, own, group=self.group)
+            all_gather_single(octets(full), octets(own), group=self.group)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """See `AxisComm.all_reduce`."""
@@ -115,7 +123,7 @@ class ProcessGroupAxis:
         """See `AxisComm.broadcast`."""
         if self.size > 1:
             with channel_of(self.group).run("broadcast", "", tensor.nbytes):
-                dist.broadcast(tensor, group=self.group, group_src=src)
+                dist.broadcast(octets(tensor), group=self.group, group_src=src)
 
     def exchange(self, item: Any) -> list[Any]:
         """See `AxisComm.exchange`."""

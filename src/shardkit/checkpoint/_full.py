@@ -174,8 +174,7 @@ def _parts(
             part = room[: min(room.numel(), stop - start - begin)]
             if owner == spec.axis.rank:
                 part.copy_(tensor.to_local()[begin : begin + part.numel()])
-            # Sent as bytes, since not every backend sends every dtype.
-            spec.axis.broadcast(part.view(torch.uint8), src=owner)
+            spec.axis.broadcast(part, src=owner)
             yield part
 
 

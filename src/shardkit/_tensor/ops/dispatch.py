@@ -26,6 +26,7 @@ from shardkit._tensor.ops.wholes import (
     followed,
     gathered,
     note_write,
+    on_plain,
     piece_beside,
     runs_on_wholes,
     whole,
@@ -481,7 +482,7 @@ def _run_on_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         lambda t: gathered(func, t) if type(t) is ShardedView else t, (args, kwargs)
     )
     has_sharded = any(type(t) is ShardedTensor for t in iter_tensors([args, kwargs], depth=0))
-    return dispatch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
+    return dispatch(func, args, kwargs) if has_sharded else on_plain(func, args, kwargs)
 
 
 def nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

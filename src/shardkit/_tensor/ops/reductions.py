@@ -294,7 +294,7 @@ def sharded_norms(
     _sum_parts(norms, tensors, order)
     if is_power:
         norms.pow_(1.0 / order)
-    wanted = [dtype or tensor.dtype.to_real() for tensor in tensors]
+    wanted = [(dtype or tensor.dtype).to_real() for tensor in tensors]
     by_dtype = {each: norms.to(each).unbind() for each in dict.fromkeys(wanted)}
     return [by_dtype[each][i] for i, each in enumerate(wanted)]
 

@@ -238,13 +238,15 @@ def in_whole(func: Any, view: ShardedView, whole: Tensor) -> Tensor:
             why = "a view in another dtype is read where operators are traced. Use to(dtype)."
             raise refuse(func, view.base, why)
         # There are no storages, so look the elements up.
-        return whole.reshape(-1)[places_of(geometry, whole.device)]
-    if geometry.dtype != whole.dtype:
-        typed = torch.empty(0, dtype=geometry.dtype, device=whole.device)
-        typed.set_(whole.untyped_storage())
-    offset = int(geometry.storage_offset())
-    shown = typed.as_strided(geometry.shape, geometry.stride(), offset)
-    return shown.conj() if geometry.is_conj() else shown
+        shown = whole.reshape(-1)[places_of(geometry, whole.device)]
+    else:
+        if geometry.dtype != whole.dtype:
+            typed = torch.empty(0, dtype=geometry.dtype, device=whole.device)
+            typed.set_(whole.untyped_storage())
+        offset = int(geometry.storage_offset())
+        shown = typed.as_strided(geometry.shape, geometry.stride(), offset)
+    # Not `conj`, see `heeding_conjugates`.
+    return shown.conj_physical() if geometry.is_conj() else shown
 
 
 def places_of(geometry: Tensor, device: torch.device) -> Tensor:
@@ -295,6 +297,12 @@ def _gather(func: Any, tensor: ShardedTensor) -> Tensor:
     return spec.gather(torch_tensors.without_tracking(piece)).contiguous()
 
 
+def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on plain tensors."""
+    with torch_tensors.heeding_conjugates():
+        return func(*args, **kwargs)
+
+
 def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on whole tensors.
 
@@ -328,7 +336,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_traced = any(_base(target).spec.is_traced for target in filled if _is_sharded(target))
     call = functools.partial(without_out, func) if is_traced else func
     try:
-        result = call(*plain_args, **plain_kwargs)
+        result = on_plain(call, plain_args, plain_kwargs)
     except RuntimeError as error:
         _explain(error, args, kwargs)
         raise

@@ -172,7 +172,7 @@ class FromFirstRank(Source):
                 with self.first.trying():
                     part.copy_(self._source.read(name, begin, begin + part.numel()))
             for axis in self._axes:
-                axis.broadcast(part.view(torch.uint8), src=0)
+                axis.broadcast(part, src=0)
             low, high = max(begin, start), min(begin + part.numel(), stop)
             if low < high:
                 copy_from_scratch(out[low - start : high - start], part[low - begin : high - begin])
