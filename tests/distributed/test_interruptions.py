@@ -280,3 +280,23 @@ def test_one_rank_calls_the_hook_of_each_large_group_once() -> None:
     with all_read_directly():
         model(torch.ones(2, 4)).sum().backward()
     assert calls == [(2, True), (1, True), (0, True)]
+
+
+@on_ranks(2)
+def test_dropped_gradients_of_earlier_backwards_are_told() -> None:
+    """In the next forward, and only if there were some."""
+    model = shard(CASES["mlp"], CASES["mlp"].make())
+    x, _ = my_batch(CASES["mlp"], 0)
+
+    def interrupt(*, is_last: bool) -> None:
+        model.set_requires_gradient_sync(is_last)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.cat([x, x], dim=-1))
+
+    interrupt(is_last=False)
+    model(x).sum().backward()  # Its gradients are the first that wait: no warning before.
+    interrupt(is_last=True)
+    with pytest.warns(UserWarning, match=r"not synced yet, are dropped.*zero_grad\(\)"):
+        model(x).sum().backward()
+    interrupt(is_last=True)
+    model(x).sum().backward()

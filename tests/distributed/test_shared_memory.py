@@ -255,6 +255,7 @@ def connected(change: mock._patch[typing.Any] | None, on_rank: int) -> tuple[boo
         found = [torch.empty_like(own) for _ in expected]
         direct.start([[own]] * len(found), found, 1).wait()
         assert [each.unique().tolist() for each in found] == [[other] for other in expected]
+        dist.barrier()  # The others have read, too; then connections may be closed.
     return memory is not None, direct is not None
 
 

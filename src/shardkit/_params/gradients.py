@@ -482,6 +482,11 @@ class GroupGradients:
         for each in self.buckets:
             each.may_have_unsynced |= each.bucket.is_trainable
 
+    @property
+    def are_unsynced(self) -> bool:
+        """Whether gradients of earlier backwards wait to be synced, perhaps on other ranks only."""
+        return any(each.may_have_unsynced for each in self.buckets)
+
     def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
         """Copy the held gradients into the send buffers, and drop them."""
         for each in self.buckets:

@@ -661,6 +661,12 @@ class Runtime:
 
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
+        if self._ended_in_exception and any(group.gradients.are_unsynced for group in self.groups):
+            warn_user(
+                "an exception ended a step. The gradients of its earlier backwards, which were not "
+                "synced yet, are dropped. Call optimizer.zero_grad(), and begin with the first "
+                "micro-batch of the step again."
+            )
         self._interrupted = False
         self.pass_root = None
         if _events.observer is not None:

@@ -27,7 +27,7 @@ from shardkit.backends.process_group import (
     all_gather_single,
     custom_all_gather,
     custom_reduce_scatter,
-    octets,
+    movable,
     reduce_scatter_single,
     start_host_all_to_all,
     start_host_max,
@@ -640,7 +640,7 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
     is_one = len(own) > 1 and axis.averages
     with torch_groups.coalesced(axis.group) if is_one else contextlib.nullcontext():
         for gather in own:
-            all_gather_single(octets(gather.full), octets(gather.own), group=axis.group)
+            all_gather_single(movable(gather.full), movable(gather.own), group=axis.group)
 
 
 # --- the backend ----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from shardkit.backends.process_group import (
     all_gather_single,
     custom_all_gather,
     custom_reduce_scatter,
-    octets,
+    movable,
     start_host_all_to_all,
     start_host_max,
 )
@@ -472,7 +472,7 @@ def _start_all_gather(gather: Gather, axis: GlooAxis) -> Sequence[Handle | None]
     if axis.direct is not None:
         targets = full.view(axis.size, -1).unbind()
         return [axis.start_reads([own] * axis.size, targets)]
-    full, own = octets(full), octets(own)
+    full, own = movable(full), movable(own)
     if axis.size == 2:  # noqa: PLR2004 - each needs just what the other has
         other = full.view(2, -1)[1 - axis.rank]
         splits = [own.numel(), own.numel()]

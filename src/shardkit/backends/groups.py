@@ -66,7 +66,7 @@ def new_group(ranks: Sequence[int], backend: str | None = None, of: str = "") ->
     Args:
         ranks: Ranks of the group.
         backend: The engine; None: torch chooses.
-        of: Name of the group that it is a part of.
+        of: Name of the group that it is a part of; empty: none.
     """
     with _named_group(ranks, of):
         group: dist.ProcessGroup = dist.new_group(
@@ -99,17 +99,19 @@ def sub_group(
     """
     mine = next(split for split in splits if parent.rank() in split)
     ranks = [dist.get_process_group_ranks(parent)[position] for position in mine]
-    if backend is None and _must_be_split(parent):
+    must_split = _must_be_split(parent)
+    if backend is None and must_split:
         # A new group would split the communicator of the whole world. Torch needs a call on all
         # ranks of the world for that.
-        with _named_group(ranks, parent.group_name):
+        with _named_group(ranks, ""):
             all_splits = [list(split) for split in splits]
             made = dist.split_group(
                 parent_pg=parent, split_ranks=all_splits, timeout=collective_timeout()
             )
         assert made is not None, "every rank is in one of the splits"
         return made
-    return new_group(ranks, backend, parent.group_name)
+    # Torch names groups that it splits by a number of the rank's own.
+    return new_group(ranks, backend, "" if must_split else parent.group_name)
 
 
 def _must_be_split(parent: dist.ProcessGroup) -> bool:

@@ -81,11 +81,19 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def octets(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor: 1-D, over the same memory.
+_KNOWN_TO_ALL_ENGINES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+}
 
-    What is only moved travels as bytes, since no engine knows every dtype.
+
+def movable(tensor: Tensor) -> Tensor:
+    """Return a tensor over the memory of a contiguous one that all engines can move.
+
+    That is its bytes, 1-D, if not every engine knows its dtype.
     """
+    if tensor.dtype in _KNOWN_TO_ALL_ENGINES:
+        return tensor
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -111,7 +119,7 @@ class ProcessGroupAxis:
                 full.copy_(own)
             return
         with channel_of(self.group).run("all-gather", "", full.nbytes):
-            all_gather_single(octets(full), octets(own), group=self.group)
+            all_gather_single(movable(full), movable(own), group=self.group)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """See `AxisComm.all_reduce`."""
@@ -123,7 +131,7 @@ class ProcessGroupAxis:
         """See `AxisComm.broadcast`."""
         if self.size > 1:
             with channel_of(self.group).run("broadcast", "", tensor.nbytes):
-                dist.broadcast(octets(tensor), group=self.group, group_src=src)
+                dist.broadcast(movable(tensor), group=self.group, group_src=src)
 
     def exchange(self, item: Any) -> list[Any]:
         """See `AxisComm.exchange`."""
