@@ -35,7 +35,7 @@ class Recorded:
         self.log.clear()
         # What is gathered of each group, the root first: its parameters in fp32, padded.
         firsts = [self.model.positions, *(block.fc1.weight for block in self.model.blocks)]
-        self.nbytes = [param.spec.layout.padded_numel * 4 for param in firsts]
+        self.numels = [param.spec.layout.padded_numel for param in firsts]
 
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
@@ -44,14 +44,14 @@ def test_one_all_gather_for_each_group_and_nothing_at_the_end(
 ) -> None:
     recorded = Recorded(policy)
     with summon_full_params(recorded.model):
-        gathered = [("all_gather", nbytes) for nbytes in recorded.nbytes]
+        gathered = [("all_gather", numel) for numel in recorded.numels]
         assert recorded.log == gathered
         with summon_full_params(recorded.model.blocks[0]):
             assert recorded.log == gathered
     assert recorded.log == gathered
     with summon_full_params(recorded.model, with_grads=True):
         pass
-    assert recorded.log[4:] == [("all_gather", n) for n in recorded.nbytes for _ in range(2)]
+    assert recorded.log[4:] == [("all_gather", n) for n in recorded.numels for _ in range(2)]
 
 
 def test_apply_full_gathers_each_group_once_and_has_few_at_once(
@@ -75,7 +75,7 @@ def test_apply_full_gathers_each_group_once_and_has_few_at_once(
         most = max(most, sum(ref() is not None for ref in alive))
 
     apply_full(recorded.model, count)
-    assert sorted(recorded.log) == sorted(("all_gather", nbytes) for nbytes in recorded.nbytes)
+    assert sorted(recorded.log) == sorted(("all_gather", numel) for numel in recorded.numels)
     assert len(alive) == 4
     first = most
     with summon_full_params(recorded.model):
