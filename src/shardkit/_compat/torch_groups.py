@@ -34,8 +34,9 @@ def named_group(name: str) -> Iterator[None]:
     the others under a different name. If torch lacks the function that is wrapped here, its own
     names stay.
 
-    The group also gets a connection of its own to the store. On one connection a thread would wait
-    for the other ranks in front of another thread, which they may wait for.
+    Beside the main thread, the group also gets a connection of its own to the store. On one
+    connection a thread would wait for the other ranks in front of another thread, which they may
+    wait for.
     """
     _wrap_making()
     _group_names.name = name
@@ -54,7 +55,8 @@ def _wrap_making() -> None:
         return getattr(_group_names, "name", None) or original(ranks)
 
     def made(original: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(_group_names, "name"):
+        is_ours = hasattr(_group_names, "name")
+        if is_ours and threading.current_thread() is not threading.main_thread():
             args = tuple(_cloned(each) if isinstance(each, c10d.Store) else each for each in args)
         return original(*args, **kwargs)
 
@@ -66,7 +68,6 @@ def _wrap_making() -> None:
 def _cloned(store: Any) -> Any:
     """Return a store over a new connection; the same one if that is not possible."""
     try:
-        store.check(["x"])  # A clone of a store that has ended tries to connect for minutes.
         return store.clone()
     except RuntimeError:  # Torch's fake stores cannot be cloned.
         return store

@@ -783,11 +783,16 @@ class Watchdog:
                 time.sleep(_TICK_S)
 
     def note_error(self, error: BaseException) -> None:
-        """Note an exception that left a forward or ends the process."""
+        """Note an exception that left a forward, or that other ranks have to know."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         place = f" at {place_of(frames[-1])}" if frames else ""
         self.error = f"{type(error).__name__}: {error}{place}"
         self._alarmed_step = self.step + 1  # Others may have gone on without it.
+
+    def note_end(self, error: BaseException) -> None:
+        """Note an exception that ends the process."""
+        self.note_error(error)
+        self.has_raised = True
 
     def close(self, state: str = "ended") -> None:
         """Say that this process takes part no more, and end the threads."""
@@ -905,8 +910,7 @@ def _at_start() -> None:
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if _current is not None:
-            _current.note_error(error)
-            _current.has_raised = True
+            _current.note_end(error)
         hook(kind, error, trace)
 
     sys.excepthook = tell
@@ -922,8 +926,7 @@ def _end_with_group(pid: int) -> None:
         return
     error = sys.exception()
     if error is not None:
-        _current.note_error(error)
-        _current.has_raised = True
+        _current.note_end(error)
     try:
         _current.close("destroyed" if error is None else "raised")
     finally:
@@ -934,8 +937,7 @@ def _say_goodbye(pid: int) -> None:
     if _current is not None and os.getpid() == pid:  # Not in a forked process.
         error = getattr(sys, "last_value", None)  # An exception that nobody has caught.
         if error is not None and not _current.has_raised:  # Another hook took the place of ours.
-            _current.note_error(error)
-            _current.has_raised = True
+            _current.note_end(error)
         _current.close("raised" if _current.has_raised else "ended")
         _current.linger()
         _current.end_threads()
