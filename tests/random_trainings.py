@@ -58,7 +58,9 @@ class Step:
     twice: bool
     """Each graph is retained for a second backward."""
     synced: list[bool]
-    """Which backwards average over the ranks. The last one does."""
+    """Which backwards average over the ranks. The last one does, or a call after it."""
+    ends_by_call: bool
+    """Gradients are averaged by a call after the last backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,7 @@ def _drawn_step(draw: random.Random, num_layers: int) -> Step:
         losses=draw.choice(["sum", "product", "each", "reversed"]),
         twice=draw.random() < 0.3,
         synced=draw.choices([True, False], k=8),
+        ends_by_call=draw.random() < 0.3,
     )
 
 
@@ -185,8 +188,12 @@ def go_backward(model: nn.Module, step: Step, losses: list[Tensor], scale: float
     for index, (loss, retains) in enumerate(backwards):
         if isinstance(model, FSDPModule):
             is_last = index == len(backwards) - 1
-            model.set_requires_gradient_sync(is_last or step.synced[index])
+            model.set_requires_gradient_sync(
+                not step.ends_by_call if is_last else step.synced[index]
+            )
         loss.backward(retain_graph=retains)
+    if isinstance(model, FSDPModule) and step.ends_by_call:
+        model.synchronize_gradients()
 
 
 def worst_difference(number: int, mesh: DeviceMesh) -> float:

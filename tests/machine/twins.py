@@ -348,6 +348,12 @@ class Twins:
         with self.sharded.no_sync():
             sharded.backward()
 
+    @keeping
+    def synchronize(self) -> None:
+        """Average the gradients that wait."""
+        self.sharded.synchronize_gradients()
+        self.settle()
+
     @action
     def update(self) -> None:
         """Step the optimizers by the gradients that are there."""

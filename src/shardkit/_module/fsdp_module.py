@@ -400,7 +400,7 @@ class FSDPModule(_Base):
 
         For gradient accumulation set it to False for all micro-batches but the last. Unsynced
         gradients are summed in a full-size buffer per group, in `reduce_dtype` (see
-        `memory_stats`).
+        `memory_stats`). `synchronize_gradients` averages them without another backward.
 
         Args:
             requires_gradient_sync: The flag.
@@ -411,6 +411,27 @@ class FSDPModule(_Base):
             runtime.backward.take_left()
         for group in groups_in(self, recurse=recurse):
             group.settings.sync = requires_gradient_sync
+
+    @torch_modules.untraced
+    def synchronize_gradients(self) -> None:
+        """Average the gradients that backwards have left unsynced; no backward is needed.
+
+        Call it on all ranks, on the root, if the last micro-batch of a step cannot be known before
+        its backward. The gradients go to ``.grad`` as at the end of a backward that syncs: also
+        sums that wait for the all-reduce (`set_requires_all_reduce`), and reductions that a later
+        backward was to wait for (`set_is_last_backward`). The settings stay as they are. Nothing
+        happens if no gradients wait.
+
+        Raises:
+            StateError: It is called inside of a forward or a backward, or inside of
+                `summon_full_params`.
+
+        Cost: one reduce-scatter for each bucket whose gradients wait, and one all-reduce on a
+        hybrid mesh, as in a backward that syncs.
+        """
+        runtime = state_of(self).runtime
+        if runtime is not None:
+            runtime.sync_gradients(groups_in(self, recurse=True))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces over the replicate axis of a 2-D mesh.

@@ -424,10 +424,10 @@ class Backward:
             group.grad_hooks.take_left()
         self.end_backward()
 
-    def finish_step(self) -> None:
-        """Reduce gradients that backwards left unsynced; no other backward follows in this step."""
+    def finish_step(self, groups: Sequence[ParamGroup]) -> None:
+        """Reduce gradients of some groups that backwards left unsynced."""
         self.take_left()
-        self._reductions.finish_step()
+        self._reductions.finish_step(groups)
 
     def _forget(self) -> None:
         """Drop the state of a backward."""

@@ -29,6 +29,7 @@ from shardkit._runtime.agreement import (
 )
 from shardkit._runtime.backward import Backward
 from shardkit._runtime.events import ForwardRecord, InputGrads
+from shardkit._runtime.group import refuse_summoned
 from shardkit._runtime.passes import Passes, TracedPasses
 from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
 from shardkit._schedule import UnshardSchedule
@@ -629,10 +630,37 @@ class Runtime:
 
     def finish_step(self) -> None:
         """End a pipeline's step after its last backward: reduce unsynced gradients, free memory."""
-        self.backward.finish_step()
+        self.backward.finish_step(self.groups)
         for group in self.groups:
             self.reshard(group)
         self.gathers.trim()
+
+    def sync_gradients(self, groups: Iterable[ParamGroup]) -> None:
+        """Reduce what earlier backwards have left in some groups, for the user.
+
+        Raises:
+            StateError: A forward or a backward runs, or a group's modules hold whole parameters.
+        """
+        self.tidy_up()
+        if self.pass_root is not None or self.backward.is_running:
+            msg = (
+                "synchronize_gradients() was called inside of a forward or a backward. Call it "
+                "after the last backward of the step, before the gradients are clipped."
+            )
+            raise StateError(msg)
+        groups = [*groups]
+        refuse_summoned(groups, "synchronize_gradients() was called")
+        before = [(g.settings, g.settings.sync, g.settings.all_reduce) for g in groups]
+        try:
+            for settings, _, _ in before:
+                settings.sync = settings.all_reduce = True
+            left = [group for group in groups if group.has_pending]
+            if left or self.reductions.unfinished:
+                self.backward.finish_step(left)
+                self.gathers.trim()
+        finally:
+            for settings, sync, all_reduce in before:
+                settings.sync, settings.all_reduce = sync, all_reduce
 
     # --- steps that are captured ---
 

@@ -659,11 +659,27 @@ class Reductions:
         for index in (*rest, *late):
             self._reduce(self._groups[index])
         synced = [g for g in self._groups if g.settings.sync and not g.gradients.is_local]
+        # Otherwise the next backwards overlap with these reductions; the last one waits for them.
+        is_last = all(group.settings.is_last_backward for group in self._groups)
+        self._assign(synced, wait=is_last)
+
+    def finish_step(self, groups: Sequence[ParamGroup]) -> None:
+        """Reduce what several backwards have collected in some groups, used here or not; wait."""
+        self.order.reset()
+        self.begin_backward()
+        for group in reversed(groups):
+            self._reduce(group)
+        kept = [g for g in self._groups if g.has_pending and not (g in groups and g.settings.sync)]
+        synced = [g for g in self._groups if g not in kept and not g.gradients.is_local]
+        self._assign(synced, wait=True)
+
+    def _assign(self, synced: Sequence[ParamGroup], *, wait: bool) -> None:
+        """Start what is queued; with `wait`, wait for all reductions and assign all gradients."""
         if not synced:
             return
         self._start_queued()
-        if not all(group.settings.is_last_backward for group in self._groups):
-            return  # The next backwards overlap with these reductions; the last one waits for them.
+        if not wait:
+            return
         self._used.start(self._streams)
         self.finish_all()  # order: the optimizer waits for all reductions
         if self._is_host_synchronous or any(g.gradients.needs_settling for g in synced):
@@ -674,15 +690,6 @@ class Reductions:
             group.gradients.forget_fired()
         if self._is_host_synchronous:
             self._used.check_alike()
-
-    def finish_step(self) -> None:
-        """Reduce what several backwards have collected, in all groups, used here or not."""
-        self.order.reset()
-        for group in self._groups:
-            if group.is_trainable:
-                self.order.enter_forward(group.index)
-        self.order.begin_backward()
-        self.finish_backward()
 
     def reset(self) -> None:
         """Drop all state after an exception, including unsynced gradients."""
