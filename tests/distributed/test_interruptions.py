@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import typing
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from one_backward import MODES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +25,7 @@ from reference import (
     shard,
 )
 from shardkit import ShardedTensor, fully_shard
+from shardkit.backends.direct_reads import DirectExchange
 from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
@@ -280,6 +283,34 @@ def test_one_rank_calls_the_hook_of_each_large_group_once() -> None:
     with all_read_directly():
         model(torch.ones(2, 4)).sum().backward()
     assert calls == [(2, True), (1, True), (0, True)]
+
+
+def interrupt_the_wait(number: int) -> None:
+    """Interrupt a wait for other ranks, as Ctrl-C does: memory is freed when it has ended."""
+    case = CASES["mlp"]
+    model = shard(case, case.make())
+    case.loss(model, my_batch(case, 0)).backward()  # The ranks have found each other.
+    wait, waits = DirectExchange.wait, list[DirectExchange]()
+
+    def interrupted(exchange: DirectExchange) -> None:
+        waits.append(exchange)
+        if len(waits) == number:
+            raise KeyboardInterrupt
+        wait(exchange)
+
+    with mock.patch.object(DirectExchange, "wait", interrupted):
+        with pytest.raises(KeyboardInterrupt):
+            case.loss(model, my_batch(case, 0)).backward()
+        dist.barrier()
+        model.reset_iter_state()
+    assert waits[number - 1] in waits[number:]
+
+
+@on_ranks(2)
+def test_what_an_interrupt_leaves_unfinished_is_waited_for() -> None:
+    with all_read_directly():
+        for number in range(1, 8):
+            interrupt_the_wait(number)
 
 
 @on_ranks(2)

@@ -602,10 +602,11 @@ class GroupGradients:
     def finish_reduce(self, pool: SlotPool) -> None:
         """Wait for started reductions; assign the gradients of parameters that fired here."""
         while self._started:
-            started = self._started.pop(0)
+            started = self._started[0]
             last = started.first + len(started.sent)
             # order: gradients wait for the reduction
             outs = started.handle.wait()[started.first : last]
+            del self._started[0]  # If Ctrl-C ends the wait, `reset` waits again.
             if not started.is_closed:
                 self._close_send(pool, started.handle)
             pool.passed(started.handle.fence)  # order: slots are passed once compute has waited

@@ -306,13 +306,14 @@ class Gathers:
         elif group in self._if_needed:
             self._if_needed.remove(group)
             self._gather([group])
-        handles = self._under_way.pop(group.index, None)
+        handles = self._under_way.get(group.index)
         if handles is not None:
             if _events.observer is not None:
                 _events.observer.begin("wait", group.name, group=group.number)
             with named_range("await gather", group):
                 for handle in handles:
                     handle.wait()
+            del self._under_way[group.index]  # If Ctrl-C ends the wait, `reset` waits again.
             if _events.observer is not None:
                 _events.observer.end("wait", group.number)
                 for _ in handles:

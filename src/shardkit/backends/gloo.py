@@ -177,11 +177,11 @@ class ExchangeHandle:
         if self._outs is None:
             self.wait_sent()
             found: dict[int, Tensor] = {}
-            for positions, exchange in zip(self._together, self._exchanges, strict=True):
+            for positions in self._together:
+                exchange = self._exchanges.pop(0)  # An error must not leave it to `wait_sent`.
                 parts = exchange.finish().split([self._numels[i] for i in positions])
                 found.update(zip(positions, parts, strict=True))
             self._outs = [found[i] for i in range(len(found))]
-            self._exchanges = []
         return self._outs
 
 

@@ -38,13 +38,18 @@ class WorkHandle:
         self._issued = issued
 
     def wait(self) -> None:
-        """Block until they are done. A second call returns at once."""
-        works, self._works = self._works, []
-        if works:
-            assert self._issued is not None, "there are ranks to wait for"
-            with self._issued.watched():
-                for work in works:
+        """Block until they are done or have failed; then a second call returns at once."""
+        if not self._works:
+            return
+        assert self._issued is not None, "there are ranks to wait for"
+        with self._issued.watched():
+            try:
+                for work in self._works:
                     work.wait()
+            except Exception:
+                self._works = []
+                raise
+        self._works = []
 
 
 def start_host_all_to_all(job: AllToAll, group: dist.ProcessGroup) -> WorkHandle:
