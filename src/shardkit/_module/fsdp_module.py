@@ -400,7 +400,7 @@ class FSDPModule(_Base):
 
         For gradient accumulation set it to False for all micro-batches but the last. Unsynced
         gradients are summed in a full-size buffer per group, in `reduce_dtype` (see
-        `memory_stats`).
+        `memory_stats`). True also ends `set_requires_all_reduce(False)`.
 
         Args:
             requires_gradient_sync: The flag.
@@ -411,12 +411,15 @@ class FSDPModule(_Base):
             runtime.backward.take_left()
         for group in groups_in(self, recurse=recurse):
             group.settings.sync = requires_gradient_sync
+            if requires_gradient_sync:
+                group.settings.all_reduce = True
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces over the replicate axis of a 2-D mesh.
 
         While it is False, gradients are reduce-scattered only, and each rank keeps partial sums of
-        1/N of the size. The first backward with True sets ``.grad``.
+        1/N of the size. The first backward with True, or after `set_requires_gradient_sync(True)`,
+        sets ``.grad``.
         """
         for group in groups_in(self, recurse=recurse):
             group.settings.all_reduce = requires_all_reduce
