@@ -32,17 +32,17 @@ XLA = (f"torch=={VERSIONS[0]}", f"torch_xla=={VERSIONS[0]}")
 # Of other packages: what shardkit.integrations._versions names, each without its last number.
 FRAMEWORKS = {
     "accelerate": ("1.12", "1.13", "1.14", "1.15"),
-    "transformers": ("5.20", "5.21", "5.22", "5.23"),
+    "transformers": ("5.20", "5.21", "5.22", "5.23", "5.24"),
     "lightning": ("2.3", "2.4", "2.5", "2.6"),
 }
 # That shard by FSDP2 themselves: what is installed for each. torchtitan's CPU ranks ask for triton.
 CLIENTS = (
     ("torchtitan==0.3.0", "triton==3.9.0"),
     ("torchtune==0.6.1", "torchao==0.13.0"),  # newer ones of torchao lack what it imports
-    ("accelerate==1.15.0", "transformers==5.23.0"),
+    ("accelerate==1.15.0", "transformers==5.24.0"),
     (
         "trl==1.16.0",
-        "transformers==5.23.0",
+        "transformers==5.24.0",
         "accelerate==1.15.0",
         "peft==0.21.2",
         "datasets==5.2.0",

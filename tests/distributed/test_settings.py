@@ -385,6 +385,34 @@ def test_sums_that_wait_are_reduced_although_nobody_uses_the_group() -> None:
     assert_within([differences], grad=1e-5)
 
 
+@on_ranks(4)
+def test_syncing_again_also_reduces_over_copies_again() -> None:
+    """As in FSDP2: a step that waits by one setter may end by the other."""
+    torch.manual_seed(2)
+    reference = Either()
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((2, 2))
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh)
+    fully_shard(model, mesh)
+    differences = Differences()
+    for step in range(2):
+        for micro in range(3):
+            if micro == 2:
+                model.set_requires_gradient_sync(requires_gradient_sync=True)
+            else:
+                model.set_requires_gradient_sync(micro == step)
+                model.set_requires_all_reduce(requires_all_reduce=False)
+            xs = [torch.full((2, 4), float(rank + micro + step)) for rank in range(4)]
+            model(xs[dist.get_rank()], both=True).square().mean().backward()
+            reference(torch.cat(xs), both=True).square().mean().backward()
+            assert all((p.grad is None) == (micro < 2) for p in model.parameters())
+        differences.note_grads(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+    assert_within([differences], grad=1e-5)
+
+
 def sum_in_bf16(mesh_shape: tuple[int, int]) -> float:
     """Return the largest relative error of gradients that waited as partial sums.
 

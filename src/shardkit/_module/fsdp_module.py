@@ -400,7 +400,8 @@ class FSDPModule(_Base):
 
         For gradient accumulation set it to False for all micro-batches but the last. Unsynced
         gradients are summed in a full-size buffer per group, in `reduce_dtype` (see
-        `memory_stats`). `synchronize_gradients` averages them without another backward.
+        `memory_stats`). `synchronize_gradients` averages them without another backward. True also
+        ends `set_requires_all_reduce(False)`.
 
         Args:
             requires_gradient_sync: The flag.
@@ -411,6 +412,8 @@ class FSDPModule(_Base):
             runtime.backward.take_left()
         for group in groups_in(self, recurse=recurse):
             group.settings.sync = requires_gradient_sync
+            if requires_gradient_sync:
+                group.settings.all_reduce = True
 
     @torch_modules.untraced
     def synchronize_gradients(self) -> None:
@@ -437,7 +440,8 @@ class FSDPModule(_Base):
         """Set whether backward all-reduces over the replicate axis of a 2-D mesh.
 
         While it is False, gradients are reduce-scattered only, and each rank keeps partial sums of
-        1/N of the size. The first backward with True sets ``.grad``.
+        1/N of the size. The first backward with True, or after `set_requires_gradient_sync(True)`,
+        sets ``.grad``.
         """
         for group in groups_in(self, recurse=recurse):
             group.settings.all_reduce = requires_all_reduce

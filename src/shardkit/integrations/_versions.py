@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 TRIED = {
     "accelerate": ("1.12", "1.13", "1.14", "1.15"),
-    "transformers": ("5.20", "5.21", "5.22", "5.23"),
+    "transformers": ("5.20", "5.21", "5.22", "5.23", "5.24"),
     "lightning": ("2.3", "2.4", "2.5", "2.6"),
 }
 """Tested versions of each package, without their last number, which only counts corrections."""

@@ -66,8 +66,8 @@ def transformers_without_values() -> Iterator[None]:
 
     They treat these tensors like those of a tracer: they check no values, and a mask in the batch
     counts as one that hides something. Each row of a batch without a mask counts as one sequence;
-    otherwise they read the positions to see whether it holds several. Tested with 5.23; the names
-    are those of 5.20 to 5.23.
+    otherwise they read the positions to see whether it holds several. Tested with 5.24; the names
+    are those of 5.20 to 5.24.
     """
 
     def replace(module: str, name: str, made: Callable[[Any], Callable[[Any], Any]]) -> None:
