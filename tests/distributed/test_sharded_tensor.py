@@ -116,6 +116,23 @@ def test_conjugates_are_those_of_the_whole() -> None:
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, msg=name)
 
 
+# --- products with sparse matrices ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
+@on_ranks(2)
+def test_a_sparse_matrix_times_a_sharded_one_has_the_gradient_of_the_whole(reduce: str) -> None:
+    whole = torch.randn(5, 3, dtype=torch.float64)
+    _, model = whole_and_sharded((2,), {"p": (5, 3)}, torch.float64, partial(fill, whole))
+    sharded = next(model.parameters())
+    entries = torch.tensor([[0.0, 2.0, 0.0, 0.5, 0.0], [1.0, 0.0, 3.0, 0.0, 4.0]]).double()
+    slopes = torch.arange(6.0).view(2, 3)
+    for each in (whole.requires_grad_(), sharded):
+        product = torch.sparse.mm(entries.to_sparse_csr(), each, reduce)
+        (product * slopes).sum().backward()
+    torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
 # --- gradients that users set ---------------------------------------------------------------------
 
 
