@@ -116,7 +116,34 @@ def test_conjugates_are_those_of_the_whole() -> None:
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, msg=name)
 
 
-# --- products with sparse matrices ----------------------------------------------------------------
+# --- beside sparse matrices -----------------------------------------------------------------------
+
+
+SPARSE_USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda p, s: p + s,
+    "product": lambda p, s: p * s,
+    "product of the other": lambda p, s: s * p,
+    "sum of lists": lambda p, s: torch._foreach_add([p], [s])[0],  # noqa: SLF001
+    "update": lambda p, s: p.add_(s, alpha=-0.5),
+    "update of a list": lambda p, s: (torch._foreach_add_([p], [s]), p)[1],
+    "update of a copy": lambda p, s: torch.zeros_like(p).add_(s),
+    "out": lambda p, s: torch.add(p, s, out=p),
+}
+
+
+@on_ranks(3)
+def test_sparse_operands_are_those_of_the_whole() -> None:
+    values = torch.randn(4, 3)
+    sparse = torch.randn(4, 3).relu().to_sparse()
+    for name, use in SPARSE_USES.items():
+        plain, model = whole_and_sharded((3,), {"p": (4, 3)}, torch.float32, partial(fill, values))
+        whole, sharded = next(plain.parameters()), next(model.parameters())
+        with torch.no_grad():
+            expected, found = use(whole, sparse), use(sharded, sparse)
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        assert found.layout is expected.layout, name
+        torch.testing.assert_close(found.to_dense(), expected.to_dense(), msg=name)
+        torch.testing.assert_close(sharded.full_tensor(), whole.detach(), msg=name)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])

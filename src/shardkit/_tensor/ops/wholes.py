@@ -81,6 +81,8 @@ def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:
 
     A tensor with dims has one dim here: dtypes of results depend on whether an operand has dims.
     """
+    if arg.layout is not torch.strided:
+        arg = arg.to_dense()
     if arg.ndim == 0 and spec.shape:
         return arg
     if spec.is_traced:  # On XLA copying one element into a piece would give the piece its shape.
