@@ -116,6 +116,50 @@ def test_conjugates_are_those_of_the_whole() -> None:
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, msg=name)
 
 
+# --- beside sparse matrices -----------------------------------------------------------------------
+
+
+SPARSE_USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda p, s: p + s,
+    "product": lambda p, s: p * s,
+    "product of the other": lambda p, s: s * p,
+    "sum of lists": lambda p, s: torch._foreach_add([p], [s])[0],  # noqa: SLF001
+    "update": lambda p, s: p.add_(s, alpha=-0.5),
+    "update of a list": lambda p, s: (torch._foreach_add_([p], [s]), p)[1],
+    "update of a copy": lambda p, s: torch.zeros_like(p).add_(s),
+    "out": lambda p, s: torch.add(p, s, out=p),
+}
+
+
+@on_ranks(3)
+def test_sparse_operands_are_those_of_the_whole() -> None:
+    values = torch.randn(4, 3)
+    sparse = torch.randn(4, 3).relu().to_sparse()
+    for name, use in SPARSE_USES.items():
+        plain, model = whole_and_sharded((3,), {"p": (4, 3)}, torch.float32, partial(fill, values))
+        whole, sharded = next(plain.parameters()), next(model.parameters())
+        with torch.no_grad():
+            expected, found = use(whole, sparse), use(sharded, sparse)
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        assert found.layout is expected.layout, name
+        torch.testing.assert_close(found.to_dense(), expected.to_dense(), msg=name)
+        torch.testing.assert_close(sharded.full_tensor(), whole.detach(), msg=name)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
+@on_ranks(2)
+def test_a_sparse_matrix_times_a_sharded_one_has_the_gradient_of_the_whole(reduce: str) -> None:
+    whole = torch.randn(5, 3, dtype=torch.float64)
+    _, model = whole_and_sharded((2,), {"p": (5, 3)}, torch.float64, partial(fill, whole))
+    sharded = next(model.parameters())
+    entries = torch.tensor([[0.0, 2.0, 0.0, 0.5, 0.0], [1.0, 0.0, 3.0, 0.0, 4.0]]).double()
+    slopes = torch.arange(6.0).view(2, 3)
+    for each in (whole.requires_grad_(), sharded):
+        product = torch.sparse.mm(entries.to_sparse_csr(), each, reduce)
+        (product * slopes).sum().backward()
+    torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
 # --- gradients that users set ---------------------------------------------------------------------
 
 

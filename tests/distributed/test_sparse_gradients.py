@@ -82,13 +82,27 @@ def thawed() -> None:
     model(torch.ones(2, dtype=torch.long)).sum().backward()
 
 
-@pytest.mark.parametrize(("use", "name"), [(functional, "'table'"), (thawed, "'0.weight'")])
+def outside() -> None:
+    """A look-up in a table outside of the forward of its module."""
+    F.embedding(
+        torch.ones(2, dtype=torch.long), shard(SPARSE, Sparse()).table, sparse=True
+    ).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("use", "name", "type_name"),
+    [
+        (functional, "'table'", "StateError"),
+        (thawed, "'0.weight'", "StateError"),
+        (outside, "'table'", "ShardedTensorError"),
+    ],
+)
 def test_a_sparse_gradient_is_refused_when_it_comes(
-    spawn_errors: Errors, use: Callable[[], None], name: str
+    spawn_errors: Errors, use: Callable[[], None], name: str, type_name: str
 ) -> None:
     for error in spawn_errors(use, 2):
         assert error is not None
-        assert error.type_name == "StateError"
+        assert error.type_name == type_name
         for text in (name, "sparse"):
             assert text in error.message
 

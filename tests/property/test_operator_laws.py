@@ -53,6 +53,9 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "mul_": lambda p, q: p.mul_(q.double()),
     "out": lambda p, q: torch.mul(p, q, out=p),
     "out of wholes": lambda p, q: torch.add(torch.zeros(p.shape), q, out=p),
+    "out of random numbers": lambda p, q: torch.normal(
+        q.expand(p.shape), 0.5, generator=torch.Generator().manual_seed(3), out=p
+    ),
     "list": lambda p, q: torch._foreach_lerp_([p], [q], 0.25),
     "addcdiv_": lambda p, q: p.addcdiv_(q, q.abs() + 1),
     "masked_fill_": lambda p, q: p.masked_fill_(q > 0, 2.0),

@@ -612,6 +612,12 @@ class _GradientCut(OwnHook):
             return None
         if type(grad) is ShardedTensor and grad.spec.same_cut(spec):
             return grad
+        if grad.layout is not torch.strided:  # Autograd lets no hook make it dense.
+            msg = (
+                f"sharded {spec.name!r} got a sparse gradient ({grad.layout}), of which ranks "
+                f"cannot keep pieces: expected a dense one. Look it up with sparse=False."
+            )
+            raise ShardedTensorError(msg)
         if hasattr(grad, "full_tensor"):  # Also a DTensor, as of a loss of tensor parallelism.
             grad = grad.full_tensor()
         return _cut(grad, spec, may_be_number=self.may_be_number)

@@ -388,6 +388,8 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return whole(func, args, kwargs)
         if not shape and func in _TAKE_A_NUMBER:
             return whole(func, args, kwargs)
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return whole(func, args, kwargs)  # The result may be sparse, too.
         if len(sharded) < len(tensors) and (spec.is_traced or runs_on_wholes(tensors)):
             return whole(func, args, kwargs)  # A tracer cannot follow a piece of a plain operand.
         local = _sliced(func, spec, args, kwargs)

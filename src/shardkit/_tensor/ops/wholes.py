@@ -81,6 +81,8 @@ def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:
 
     A tensor with dims has one dim here: dtypes of results depend on whether an operand has dims.
     """
+    if arg.layout is not torch.strided:
+        arg = arg.to_dense()
     if arg.ndim == 0 and spec.shape:
         return arg
     if spec.is_traced:  # On XLA copying one element into a piece would give the piece its shape.
@@ -263,6 +265,9 @@ def places_of(geometry: Tensor, device: torch.device) -> Tensor:
 LARGE_NBYTES = 2**20
 _warned: set[Any] = set()
 
+_KEEP_MORE_FOR_BACKWARD = {torch.ops.aten._sparse_mm_reduce_impl.default}  # noqa: SLF001
+"""Operators that return what their backward reads only if an operand requires a gradient."""
+
 
 def gathered(func: Any, tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor, the values of a view, and others as they are.
@@ -317,13 +322,15 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for target in written:
         check_in_place(func, target, args, kwargs)
     for target in filled:
-        if _is_sharded(target):  # It gets the shape of the result.
-            outs[id(target)] = torch.empty(0, dtype=target.dtype, device=target.device)
+        if _is_sharded(target):
+            outs[id(target)] = torch.empty(target.shape, dtype=target.dtype, device=target.device)
 
     def to_whole(tensor: Tensor) -> Tensor:
         found = wholes.get(id(tensor))
         if found is None:
             found = wholes[id(tensor)] = gathered(func, tensor)
+            if func in _KEEP_MORE_FOR_BACKWARD and _is_sharded(tensor):
+                found.requires_grad_(tensor.requires_grad)
         return found
 
     plain_args = map_tensors(to_whole, args)
