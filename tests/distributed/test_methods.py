@@ -7,6 +7,7 @@ import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import GPT, Case, cross_entropy, token_batch
@@ -19,7 +20,7 @@ from reference import (
     rank_batch,
     shard,
 )
-from shardkit import register_fsdp_forward_method
+from shardkit import fully_shard, register_fsdp_forward_method
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -119,3 +120,39 @@ def test_a_method_generates_the_same_between_steps(
     spawn: Spawn, *, reshard_after_forward: bool | None
 ) -> None:
     assert spawn(generate_between_steps, 2, reshard_after_forward) == [[True] * 3] * 2
+
+
+class Coder(nn.Module):
+    """A module that has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(5, 3)
+        self.up = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.down(x) * self.scale
+
+    def decode(self, code: Tensor) -> Tensor:
+        return self.up(code / self.scale.exp())
+
+
+@on_ranks(2)
+def test_a_module_without_forward_trains_by_its_methods() -> None:
+    plain = Coder().double()
+    model = fully_shard(copy.deepcopy(plain), make_mesh((2,)))
+    for method in ("encode", "decode"):
+        register_fsdp_forward_method(model, method)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
+    for _ in range(3):
+        batches = torch.randn(2, 4, 5, dtype=torch.float64)
+        for coder, x in ((model, batches[dist.get_rank()]), (plain, batches.flatten(0, 1))):
+            (coder.decode(coder.encode(x)) - x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), other, rtol=0, atol=1e-14)
+    with pytest.raises(NotImplementedError, match="forward"):
+        model(batches[0])
