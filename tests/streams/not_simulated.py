@@ -9,6 +9,7 @@ _REASONS = {
     "adamw": "optimizers run on compute alone, and SGD's cases show the rest",
     "test_bf16_reduction_sums_in_fp32": "gloo's exchange sums in fp32; collective libraries of "
     "accelerators sum in the dtype on the wire",
+    "test_what_an_interrupt_leaves_unfinished_is_waited_for": "no rank reads from another",
     "test_batch_normalization_trains_as_in_ddp": "DDP asks its work for a future, which simulated "
     "collectives have not got",
     "test_symmetric_memory_is_set_up_where_it_is_used": "it counts the groups of gloo, where "

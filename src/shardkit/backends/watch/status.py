@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import sys
 import sysconfig
@@ -52,11 +53,28 @@ class CodePlace:
         return f"{self.file}:{self.line}, `{self.function}`{inside}"
 
 
+_COLLECTS_IN_ALLOCATIONS = sys.version_info < (3, 12)
+_looking = threading.RLock()
+
+
 def main_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread; None if it has ended."""
+    """Return the innermost frame of the main thread; None if it has ended.
+
+    Python 3.11 holds a lock of all threads while it makes frames, and may collect garbage there. If
+    a finalizer lets another thread run, which asks for the lock, both wait for ever
+    (python/cpython#106883). So nothing is collected meanwhile.
+    """
     ident = threading.main_thread().ident
     assert ident is not None
-    return sys._current_frames().get(ident)  # noqa: SLF001 - Python's documented function
+    with _looking:
+        is_paused = _COLLECTS_IN_ALLOCATIONS and gc.isenabled()
+        if is_paused:
+            gc.disable()
+        try:
+            return sys._current_frames().get(ident)  # noqa: SLF001 - Python's documented function
+        finally:
+            if is_paused:
+                gc.enable()
 
 
 def place_of(frame: FrameType | None) -> CodePlace:
