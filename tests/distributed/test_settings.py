@@ -362,16 +362,21 @@ class Either(nn.Module):
         return self.second(self.first(x) if both else x)
 
 
+def either_on_copies() -> tuple[nn.Module, typing.Any]:
+    """Return the model, plain and on a hybrid mesh."""
+    torch.manual_seed(2)
+    plain = Either()
+    model = copy.deepcopy(plain)
+    mesh = make_mesh((2, 2))
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh)
+    return plain, model
+
+
 @on_ranks(4)
 def test_sums_that_wait_are_reduced_although_nobody_uses_the_group() -> None:
     """The group that has sums waiting is not used by the micro-batch that all-reduces."""
-    torch.manual_seed(2)
-    reference = Either()
-    model = copy.deepcopy(reference)
-    mesh = make_mesh((2, 2))
-    for layer in (model.first, model.second):
-        fully_shard(layer, mesh)
-    fully_shard(model, mesh)
+    reference, model = either_on_copies()
     differences = Differences()
     for step in range(2):
         for micro, both in enumerate((True, False)):
@@ -388,13 +393,7 @@ def test_sums_that_wait_are_reduced_although_nobody_uses_the_group() -> None:
 @on_ranks(4)
 def test_syncing_again_also_reduces_over_copies_again() -> None:
     """As in FSDP2: a step that waits by one setter may end by the other."""
-    torch.manual_seed(2)
-    reference = Either()
-    model = copy.deepcopy(reference)
-    mesh = make_mesh((2, 2))
-    for layer in (model.first, model.second):
-        fully_shard(layer, mesh)
-    fully_shard(model, mesh)
+    reference, model = either_on_copies()
     differences = Differences()
     for step in range(2):
         for micro in range(3):

@@ -110,6 +110,9 @@ foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
 
 unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
+# It returns what its backward reads only if an operand requires a gradient.
+sparse_mm_reduce_op = torch.ops.aten._sparse_mm_reduce_impl.default
+
 propagate_xla_data_op = torch.ops.aten._propagate_xla_data.default
 
 # For lists of tensors, with few kernels on an accelerator.

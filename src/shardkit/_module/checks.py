@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 MAX_MESH_NDIM = 2
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 """Classes that are never units: the modules that hold them use their parameters directly."""
-_HOLDERS = (nn.ModuleList, nn.ModuleDict, *PARAMETER_CONTAINERS)
+MODULE_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Classes whose modules run only as code chooses; a subclass may have a forward of its own."""
 
 
 def why_never_gathered(module: nn.Module) -> str | None:
@@ -66,7 +67,8 @@ def check_module(module: nn.Module) -> None:
         raise WrapError(msg)
     why = why_never_gathered(module)
     # Methods of a class of the user's are registered later (`register_fsdp_forward_method`).
-    may_have_methods = type(module) is not nn.Module and not isinstance(module, _HOLDERS)
+    containers = (*MODULE_CONTAINERS, *PARAMETER_CONTAINERS)
+    may_have_methods = type(module) is not nn.Module and not isinstance(module, containers)
     if why is not None and not may_have_methods:
         inner = "each module in it, or on a list of them to form one group, then on "
         inner = "" if isinstance(module, PARAMETER_CONTAINERS) else inner

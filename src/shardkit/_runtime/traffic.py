@@ -670,9 +670,9 @@ class Reductions:
         self.begin_backward()
         for group in reversed(groups):
             self._reduce(group)
-        kept = [g for g in self._groups if g.has_pending and not (g in groups and g.settings.sync)]
-        synced = [g for g in self._groups if g not in kept and not g.gradients.is_local]
-        self._assign(synced, wait=True)
+        due = {group for group in groups if group.settings.sync}
+        settled = (g for g in self._groups if g in due or not g.has_pending)
+        self._assign([group for group in settled if not group.gradients.is_local], wait=True)
 
     def _assign(self, synced: Sequence[ParamGroup], *, wait: bool) -> None:
         """Start what is queued; with `wait`, wait for all reductions and assign all gradients."""

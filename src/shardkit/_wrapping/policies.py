@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from shardkit import _schedule
 from shardkit._compat import torch_modules
 from shardkit._errors import WrapError
-from shardkit._module.checks import PARAMETER_CONTAINERS, why_never_gathered
+from shardkit._module.checks import MODULE_CONTAINERS, PARAMETER_CONTAINERS, why_never_gathered
 from shardkit._module.fsdp_module import own_class
 from shardkit._params.packing import numel_and_dtype
 from shardkit._text import nearest
@@ -313,10 +313,7 @@ def size_policy(min_num_params: int) -> Callable[..., bool]:
 _PIECE_NBYTES = 128 << 10
 """Latency times bandwidth of one link: 5 us at 25 GB/s."""
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-"""Containers whose children run only as code chooses."""
-
-_CHAINS = (*_LISTS, nn.Sequential)
+_CHAINS = (*MODULE_CONTAINERS, nn.Sequential)
 
 _FRACTION = 8
 """A divisible group is at most one part of this many of the model."""
@@ -435,7 +432,7 @@ class _Balance:
             if not nbytes or id(child) in self._seen:
                 continue
             is_block = is_chain and self._tree.may_be_unit(child)
-            is_list = is_chain and isinstance(child, _LISTS) and not is_block
+            is_list = is_chain and isinstance(child, MODULE_CONTAINERS) and not is_block
             is_small = is_block and nbytes <= self._largest
             # Groups that hold a shared module and others could lie inside of each other.
             if (is_small or is_list) and not self._tree.is_shared(child):
@@ -455,7 +452,7 @@ class _Balance:
         """Yield a block; for a list without a forward, yield the modules in it."""
         if self._tree.may_be_unit(block):
             yield block
-        elif isinstance(block, _LISTS):
+        elif isinstance(block, MODULE_CONTAINERS):
             for child in block.children():
                 yield from self._called(child)
 

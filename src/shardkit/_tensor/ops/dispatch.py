@@ -388,10 +388,14 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return whole(func, args, kwargs)
         if not shape and func in _TAKE_A_NUMBER:
             return whole(func, args, kwargs)
-        if any(tensor.layout is not torch.strided for tensor in tensors):
-            return whole(func, args, kwargs)  # The result may be sparse, too.
-        if len(sharded) < len(tensors) and (spec.is_traced or runs_on_wholes(tensors)):
-            return whole(func, args, kwargs)  # A tracer cannot follow a piece of a plain operand.
+        # A tracer cannot follow a piece of a plain operand. Beside a sparse one the result may be
+        # sparse, too.
+        if len(sharded) < len(tensors) and (
+            spec.is_traced
+            or any(tensor.layout is not torch.strided for tensor in tensors)
+            or runs_on_wholes(tensors)
+        ):
+            return whole(func, args, kwargs)
         local = _sliced(func, spec, args, kwargs)
     return wrap(func(*local[0], **local[1]), spec)
 

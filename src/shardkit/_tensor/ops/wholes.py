@@ -265,9 +265,6 @@ def places_of(geometry: Tensor, device: torch.device) -> Tensor:
 LARGE_NBYTES = 2**20
 _warned: set[Any] = set()
 
-_KEEP_MORE_FOR_BACKWARD = {torch.ops.aten._sparse_mm_reduce_impl.default}  # noqa: SLF001
-"""Operators that return what their backward reads only if an operand requires a gradient."""
-
 
 def gathered(func: Any, tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor, the values of a view, and others as they are.
@@ -329,7 +326,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = wholes.get(id(tensor))
         if found is None:
             found = wholes[id(tensor)] = gathered(func, tensor)
-            if func in _KEEP_MORE_FOR_BACKWARD and _is_sharded(tensor):
+            if func is torch_tensors.sparse_mm_reduce_op and _is_sharded(tensor):
                 found.requires_grad_(tensor.requires_grad)
         return found
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import json
 import sys
 import sysconfig
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit._compat import torch_groups
+from shardkit._compat.collector import collector_paused
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -53,10 +53,6 @@ class CodePlace:
         return f"{self.file}:{self.line}, `{self.function}`{inside}"
 
 
-_COLLECTS_IN_ALLOCATIONS = sys.version_info < (3, 12)
-_looking = threading.RLock()
-
-
 def main_frame() -> FrameType | None:
     """Return the innermost frame of the main thread; None if it has ended.
 
@@ -66,15 +62,8 @@ def main_frame() -> FrameType | None:
     """
     ident = threading.main_thread().ident
     assert ident is not None
-    with _looking:
-        is_paused = _COLLECTS_IN_ALLOCATIONS and gc.isenabled()
-        if is_paused:
-            gc.disable()
-        try:
-            return sys._current_frames().get(ident)  # noqa: SLF001 - Python's documented function
-        finally:
-            if is_paused:
-                gc.enable()
+    with collector_paused():
+        return sys._current_frames().get(ident)  # noqa: SLF001 - Python's documented function
 
 
 def place_of(frame: FrameType | None) -> CodePlace:

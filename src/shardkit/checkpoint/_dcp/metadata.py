@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import math
 import pickle
@@ -19,6 +18,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from shardkit._compat import torch_checkpoints
+from shardkit._compat.collector import collector_paused
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.disk import SIZE_LIMIT, is_plain_name, reading
 
@@ -42,16 +42,12 @@ _random_place = functools.partial(random.Random().getrandbits, 64)  # noqa: S311
 def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata:
     """Return what the bytes of a `.metadata` file describe; execute nothing."""
     remedy = "The file is damaged or foreign: load another checkpoint."
-    was_enabled = gc.isenabled()
-    gc.disable()  # It would run again and again while many objects are made.
     try:
-        found = unpickle(content)
+        with collector_paused():  # It would run again and again while many objects are made.
+            found = unpickle(content)
     except Exception as error:
         msg = f"{Path(path)}: not a DCP metadata pickle: {error}. {remedy}"
         raise CheckpointError(msg) from error
-    finally:
-        if was_enabled:
-            gc.enable()
     with reading(path):
         problem = _problem(found, len(content))
     if problem:
