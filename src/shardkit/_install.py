@@ -50,7 +50,10 @@ _MODULES = ("torch.distributed.tensor", "torch.distributed._tensor")
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 """Modules from which users import FSDP2. Other parts of torch keep torch's objects."""
 
-_COMPANIONS = {"accelerate": "shardkit.integrations.accelerate"}
+_COMPANIONS = {
+    "accelerate": "shardkit.integrations.accelerate",
+    "transformers": "shardkit.integrations.transformers",
+}
 """Packages that use FSDP2 past its public names; `use` of each module here does the rest."""
 
 _installed: list[Installed] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import typing
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -17,10 +18,13 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 
-def write(folder: str) -> None:
+def write(folder: str, is_tied: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
-    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    if is_tied:  # safetensors refuses tensors of one file that share memory.
+        model.append(nn.Linear(7, 5, bias=False))
+        model[3].weight = model[1].weight
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
     fully_shard(model)  # One bucket: cuts fall inside of rows.
     writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
     dcp.save(model.state_dict(), storage_writer=writer)
@@ -32,9 +36,10 @@ def write(folder: str) -> None:
             assert torch.equal(found[name], values), name
 
 
-def test_whole_tensors_are_written_by_two_ranks(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    spawn(write, 2, str(tmp_path))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_tensors_are_written(spawn: Spawn, tmp_path: pathlib.Path, ranks: int) -> None:
+    spawn(write, ranks, str(tmp_path), False)
 
 
-def test_whole_tensors_are_written_by_four_ranks(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    spawn(write, 4, str(tmp_path))
+def test_tied_parameters_are_written(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(write, 2, str(tmp_path), True)

@@ -16,6 +16,7 @@ _NEEDS = {
     "test_adapters_under_install.py": ("peft", "transformers", "accelerate"),
     "test_stateful_loader.py": ("torchdata",),
     "test_trainer_beside_fsdp2.py": ("accelerate", "transformers", "torchao"),
+    "test_transformers_loading.py": ("accelerate", "transformers"),
     "test_transformers_trainer.py": ("accelerate", "transformers"),
     "test_what_is_replaced.py": ("accelerate", "transformers", "lightning", "peft"),
 }

@@ -15,8 +15,6 @@ from launched import TIMEOUT_S, forget_accelerate, set_launchers_variables
 import shardkit
 
 if typing.TYPE_CHECKING:
-    import pathlib
-
     from workers import Spawn
 
 pytestmark = pytest.mark.frameworks
@@ -53,24 +51,6 @@ def test_settings_that_contradict(
 
 def refuse_by_name(plugin: dict[str, typing.Any], shards: str) -> None:
     refuse(plugin, shards=shards)
-
-
-def load_sharded(folder: str) -> None:
-    with accelerate_ranks():
-        from transformers.distributed import DistributedConfig
-
-        model = make("llama")
-        if dist.get_rank() == 0:
-            model.save_pretrained(folder)
-        dist.barrier()
-        sizes = DistributedConfig(fsdp_size=dist.get_world_size())
-        type(model).from_pretrained(folder, distributed_config=sizes)
-
-
-def test_sharding_while_loading_is_refused(spawn_errors: Spawn, tmp_path: pathlib.Path) -> None:
-    for error in spawn_errors(load_sharded, 2, str(tmp_path), timeout_s=TIMEOUT_S):
-        assert error.type_name == "IntegrationError"
-        assert "asks for FSDP2 while loading" in error.message
 
 
 def use_too_late() -> None:

@@ -160,8 +160,9 @@ def write_boxes_apart() -> None:
     """Make torch's writer of safetensors keep all boxes that a rank has of a tensor.
 
     Its files have one entry for each name. A piece that begins or ends inside a row is several
-    boxes, of which only the last one would stay. So each box goes into its own file, which torch
-    consolidates like those of other ranks. Torch's class and arguments are those of 2.9.0 to
+    boxes, of which only the last one would stay. And safetensors refuses tensors of one file that
+    share memory, as those of tied parameters do. So such boxes go into files of their own, which
+    torch consolidates like those of other ranks. Torch's class and arguments are those of 2.9.0 to
     2.13.0.
     """
 
@@ -175,9 +176,13 @@ def write_boxes_apart() -> None:
 
 def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
     rounds: list[list[Any]] = []
-    seen: dict[str, int] = {}
+    seen: dict[object, int] = {}
     for item in plan.items:
-        number = seen[item.index.fqn] = seen.get(item.index.fqn, -1) + 1
+        parts = [item.index.fqn]
+        if "shard_index" in plan.storage_data:
+            parts.append(planner.resolve_data(item).data_ptr())
+        number = 1 + max(seen.get(part, -1) for part in parts)
+        seen.update(dict.fromkeys(parts, number))
         if number == len(rounds):
             rounds.append([])
         rounds[number].append(item)

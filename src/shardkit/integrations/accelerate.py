@@ -12,7 +12,6 @@ that is already sharded stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
@@ -35,14 +34,14 @@ from shardkit._compat import torch_autograd
 from shardkit._errors import IntegrationError, OptimizerError, warn_user
 from shardkit._install import Installed, catch_up, install, refuse_or_warn
 from shardkit._module.fsdp_module import FSDPModule
-from shardkit._module.fully_shard import fully_shard
 from shardkit._module.optimizers import is_of_torchao
 from shardkit.checkpoint import load_full
+from shardkit.integrations._tied_modules import tied_modules_together
 from shardkit.integrations._versions import check_version, replacing
 from shardkit.optim import LocalOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["use"]
 
@@ -66,8 +65,7 @@ def use() -> Installed:
         IntegrationError: Accelerate or transformers is older than the tested versions (transformers
             is checked at its import); or an `Accelerator` on the CPU was made before. Later, when
             an `Accelerator` is made: it asks for FSDP1, or for a device of XLA. When a model is
-            prepared: only parts of it are sharded. When transformers loads a model: it would be
-            sharded during the load (``DistributedConfig(fsdp_size=n)``).
+            prepared: only parts of it are sharded.
         OptimizerError: When an optimizer is prepared: it inherits from one of torchao, and its
             attributes do not give the arguments to make it again.
     """
@@ -100,7 +98,6 @@ def _replace_all(used: Installed) -> None:
     used.replace(utils, "fsdp2_prepare_auto_wrap_policy", _only_groups(choose))
     if "get_optimizer_state_dict" not in utils.load_fsdp_optimizer.__code__.co_names:  # 1.12
         _load_sharded_optimizers(used)
-    _refuse_sharded_loading(used)
     used.after_import("transformers.trainer", functools.partial(_say_what_is_not_saved, used))
 
 
@@ -162,25 +159,6 @@ def _refuse_too_late() -> None:
             "sharding them. Call shardkit.integrations.accelerate.use() before Accelerator(...)."
         )
         raise IntegrationError(msg)
-
-
-def _refuse_sharded_loading(used: Installed) -> None:
-    """Refuse a model that transformers shards during the load: it makes DTensors of parameters."""
-
-    def refuse(model: nn.Module, *_: Any, **__: Any) -> None:
-        msg = (
-            f"from_pretrained(distributed_config=...) of {type(model).__name__} asks for FSDP2 "
-            f"while loading, which fills DTensors. Leave out fsdp_size, and shard the model after "
-            f"it was loaded: by Accelerator.prepare, by the Trainer with fsdp=True, or by "
-            f"shardkit.fully_shard and shardkit.checkpoint.load_full."
-        )
-        raise IntegrationError(msg)
-
-    def replace(module: Any) -> None:
-        with replacing("transformers"):
-            used.replace(module, "apply_fully_sharded_data_parallelism", refuse)
-
-    used.after_import("transformers.distributed.mixin", replace)
 
 
 def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
@@ -246,7 +224,7 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any) -> Any:
         models = [each for each in args if isinstance(each, nn.Module)]
         if not any(isinstance(m, FSDPModule) for model in models for m in model.modules()):
-            with _tied_modules_together(models):
+            with tied_modules_together(models, torch.distributed.fsdp):
                 prepared = original(self, *args)
             _note_for_transformers(prepared)
             _step_pieces(prepared)
@@ -341,26 +319,6 @@ def _settings_of(optimizer: Any) -> dict[str, Any]:
     settings = {k: v for k, v in found.items() if isinstance(v, kinds) and not k.startswith("_")}
     settings.pop("param_groups")
     return settings
-
-
-@contextlib.contextmanager
-def _tied_modules_together(models: list[nn.Module]) -> Iterator[None]:
-    """Add all modules that hold tied weights to a list of modules that forms a group.
-
-    Accelerate 1.14 puts the embedding into such a list, but leaves the head to the root.
-    """
-
-    def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(module, list):
-            held = {param for each in module for param in each.parameters(recurse=False)}
-            others = [each for model in models for each in model.modules() if each not in module]
-            tied = [m for m in others if not held.isdisjoint(m.parameters(recurse=False))]
-            module = [*module, *tied]
-        return fully_shard(module, *args, **kwargs)
-
-    with Installed() as used:
-        used.replace(torch.distributed.fsdp, "fully_shard", shard)
-        yield
 
 
 def _note_for_transformers(prepared: Iterable[Any]) -> None:

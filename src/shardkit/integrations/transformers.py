@@ -1,0 +1,319 @@
+"""shardkit in place of FSDP2 inside of Hugging Face transformers, which shards while it loads.
+
+    import shardkit
+
+    shardkit.install()
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    sizes = DistributedConfig(fsdp_size=8)
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=sizes)
+
+transformers makes the model on meta, shards it there, and fills it from the files. Each rank reads
+only the rows that hold its pieces. Weights that are stored in another form are read whole, one
+parameter at a time, unless their conversion keeps rows together (experts of most models).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit._errors import IntegrationError, warn_user
+from shardkit._install import Installed, catch_up, install
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.integrations._tied_modules import tied_modules_together
+from shardkit.integrations._versions import check_version, replacing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardkit._tensor.spec import ShardSpec
+
+__all__ = ["use"]
+
+_KEEP_ROWS: dict[str, Callable[[Any], bool]] = {
+    "MergeModulelist": lambda op: op.dim == 0,
+    "Concatenate": lambda op: op.dim > 0 and op.num_shards_attribute is None,
+    "Interleave": lambda op: op.dim > 0,
+    "Transpose": lambda op: min(op.dim0, op.dim1) > 0 and not op.check_dims,
+}
+"""Conversions of transformers, and when each row of their result comes from that row alone."""
+
+_in_use: list[Installed] = []
+
+
+def use() -> Installed:
+    """Let ``from_pretrained(..., distributed_config=DistributedConfig(...))`` shard with shardkit.
+
+    `shardkit.install` calls it, and it calls `shardkit.install`. A second call changes nothing.
+
+    Returns:
+        An object whose `undo()` restores transformers, as does the end of ``with use():``. Models
+        that are sharded stay sharded.
+
+    Raises:
+        IntegrationError: transformers is older than the tested versions, or lacks what is replaced.
+            Later, when a model is loaded: it is quantized.
+    """
+    check_version("transformers")
+    used = Installed()
+    if _in_use:
+        return used
+    _in_use.append(used)
+    used.at_undo(_in_use.clear)
+    used.at_undo(install().undo)
+    used.after_import("transformers.core_model_loading", functools.partial(_read_pieces, used))
+    used.after_import("transformers.modeling_utils", functools.partial(_keep_missing, used))
+    used.after_import("transformers.distributed.mixin", functools.partial(_shard_tied, used))
+    return used
+
+
+def _shard_tied(used: Installed, mixin: Any) -> None:
+    """Tie the weights before transformers shards; it ties them after it has filled them."""
+    with replacing("transformers"):
+        from transformers.distributed import fsdp
+
+        original = mixin.apply_fully_sharded_data_parallelism
+
+        @functools.wraps(original)
+        def shard(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            if getattr(model, "is_quantized", False) and not _is_dequantized(model.config):
+                msg = (
+                    f"from_pretrained(distributed_config=...) loads a quantized "
+                    f"{type(model).__name__}, and quantized weights are not read in pieces. Load "
+                    f"it without distributed_config, then call shardkit.fully_shard."
+                )
+                raise IntegrationError(msg)
+            model.tie_weights(recompute_mapping=False)  # type: ignore[operator]  # Not tied so far.
+            with tied_modules_together([model], fsdp):
+                sharded: nn.Module = original(model, *args, **kwargs)
+            return sharded
+
+        used.replace(mixin, original.__name__, shard)
+
+
+def _is_dequantized(config: Any) -> bool:
+    """Return whether quantized files are loaded into weights that are not quantized."""
+    given = getattr(config, "quantization_config", None)
+    settings = given if isinstance(given, dict) else vars(given or object)
+    return bool(settings.get("dequantize"))
+
+
+def _keep_missing(used: Installed, modeling: Any) -> None:
+    """Let sharded parameters that the files lack stay; transformers then initializes them."""
+    with replacing("transformers"):
+        original = modeling._load_parameter_into_model
+
+        @functools.wraps(original)
+        def load(model: Any, param_name: str, tensor: Tensor) -> None:
+            param = _held(model, param_name)
+            if isinstance(param, ShardedTensor) and isinstance(tensor, ShardedTensor):
+                param.replace_piece(tensor.local_piece)
+            else:
+                original(model, param_name, tensor)
+
+        used.replace(modeling, original.__name__, load)
+
+
+def _held(model: nn.Module, name: str) -> Any:
+    """Return the parameter or buffer of a name, or None."""
+    path, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(path), attribute, None)
+
+
+def _read_pieces(used: Installed, loading: Any) -> None:
+    """Replace how transformers reads and sets the values of sharded parameters."""
+    with replacing("transformers"):
+        operation = loading.DtensorShardOperation
+        converter = loading.WeightConverter
+
+        def choose(param: Any) -> Any:
+            return _PieceOperation(param) if isinstance(param, ShardedTensor) else operation(param)
+
+        used.replace(loading, operation.__name__, choose)
+        used.replace(converter, "materialize_tensors", _reading(converter.materialize_tensors))
+        set_param = loading.set_param_for_module
+        used.replace(loading, set_param.__name__, _setting(set_param))
+
+
+class Stored:
+    """Tensor in a file that a sharded parameter is filled from.
+
+    Attributes:
+        spec: Cut of the parameter.
+        shape: Shape of the stored tensor.
+        piece: This rank's piece of it; None: not read, as for a conversion.
+
+    Args:
+        source: The stored tensor, of which rows can be read: a slice of safetensors, or a tensor.
+        dtype: Dtype to convert to.
+    """
+
+    def __init__(self, spec: ShardSpec, source: Any, dtype: torch.dtype) -> None:
+        self.spec, self._source, self._dtype = spec, source, dtype
+        is_tensor = isinstance(source, Tensor)
+        self.shape = torch.Size(source.shape if is_tensor else source.get_shape())
+        self.piece: Tensor | None = None
+
+    def read(self, rows: slice | None = None) -> Tensor:
+        """Return the tensor, or rows of it."""
+        read: Tensor = self._source[...] if rows is None else self._source[rows]
+        return read.to(self.spec.device, self._dtype)
+
+    def read_piece(self) -> None:
+        """Read the rows that hold this rank's piece, and keep the piece."""
+        rows = _rows_of(self.spec)
+        self.piece = _piece_of(self.spec, self.read(rows), rows)
+
+
+class _PieceOperation:
+    """In place of transformers' ``DtensorShardOperation``: it reads for a sharded parameter.
+
+    Args:
+        param: The parameter, as `model.state_dict()` gives it.
+    """
+
+    def __init__(self, param: ShardedTensor) -> None:
+        self._spec, self._dtype = param.spec, param.dtype
+
+    def shard_tensor(
+        self,
+        source: Any,
+        tensor_idx: int | None = None,
+        device: object = None,
+        dtype: torch.dtype | None = None,
+    ) -> Stored:
+        """Return the stored tensor, with this rank's piece if that is all that is needed.
+
+        Threads of transformers call it in advance. What is converted is read when it is its turn.
+        """
+        del device  # Pieces may lie elsewhere, as on the host.
+        stored = Stored(self._spec, source, dtype or self._dtype)
+        if tensor_idx is None and stored.shape == tuple(self._spec.shape):
+            stored.read_piece()
+        return stored
+
+
+def _rows_of(spec: ShardSpec) -> slice | None:
+    """Return the rows of a parameter that hold this rank's piece, at least one; None: all."""
+    is_cut_by_rows = spec.tensor_parallel is None and spec.packing is None and not spec.is_traced
+    numel = math.prod(spec.shape)
+    if not is_cut_by_rows or not spec.shape or not numel:
+        return None
+    row_numel = numel // spec.shape[0]
+    first = min(spec.start // row_numel, spec.shape[0] - 1)
+    return slice(first, max(-(-spec.stop // row_numel), first + 1))
+
+
+def _piece_of(spec: ShardSpec, values: Tensor, rows: slice | None) -> Tensor:
+    """Return this rank's piece, in memory of its own, of a whole parameter or of its rows."""
+    if rows is None:
+        piece = spec.slice_full(values)
+    else:
+        before = rows.start * math.prod(spec.shape[1:])
+        piece = values.reshape(-1)[spec.start - before : spec.stop - before]
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+# --- conversions ----------------------------------------------------------------------------------
+
+
+def _reading(original: Callable[..., dict[str, list[Any]]]) -> Callable[..., dict[str, list[Any]]]:
+    """Wrap what collects a conversion's tensors: those of sharded parameters are read now."""
+
+    @functools.wraps(original)
+    def materialize_tensors(self: Any) -> dict[str, list[Any]]:
+        collected = original(self)
+        stored = [each for tensors in collected.values() for each in tensors]
+        if not any(isinstance(each, Stored) for each in stored):
+            return collected
+        spec = stored[0].spec
+        rows = _rows_to_convert(self, spec, collected)
+        if rows is None:
+            return {key: [each.read() for each in tensors] for key, tensors in collected.items()}
+        _rows_read[spec] = rows
+        return {
+            key: [each.read() for each in tensors[rows]]
+            if len(tensors) > 1
+            else [each.read(rows) for each in tensors]
+            for key, tensors in collected.items()
+        }
+
+    return materialize_tensors
+
+
+_rows_read: weakref.WeakKeyDictionary[ShardSpec, slice] = weakref.WeakKeyDictionary()
+"""Rows of parameters of which only these were read, until the converted rows are set."""
+
+
+def _rows_to_convert(
+    converter: Any, spec: ShardSpec, collected: Mapping[str, list[Stored]]
+) -> slice | None:
+    """Return the rows that are enough for this rank's piece of a conversion's result; None: all.
+
+    A conversion qualifies if its result is one parameter, and if the file has all rows of each part
+    of it: as one tensor, or as a tensor for each row.
+    """
+    keeps_rows = all(
+        _KEEP_ROWS.get(type(op).__name__, lambda _: False)(op) for op in converter.operations
+    )
+    if not keeps_rows or len(converter.target_patterns) != 1 or len(spec.shape) == 1:
+        return None
+    num_rows, ndim = spec.shape[0], len(spec.shape)
+    for tensors in collected.values():
+        is_stacked = len(tensors) == 1 and tensors[0].shape[0] == num_rows
+        dims = ndim if is_stacked else ndim - 1
+        if any(len(each.shape) != dims for each in tensors):
+            return None
+        if not is_stacked and len(tensors) != num_rows:
+            return None
+    return _rows_of(spec)
+
+
+# --- setting --------------------------------------------------------------------------------------
+
+
+def _setting(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what sets a parameter: a sharded one stays, and takes this rank's piece."""
+
+    @functools.wraps(original)
+    def set_param_for_module(
+        model: Any, target_name: str, param_value: Any, loading_info: Any, hf_quantizer: Any
+    ) -> None:
+        param = _held(model, target_name)
+        if not isinstance(param, ShardedTensor):
+            original(model, target_name, param_value, loading_info, hf_quantizer)
+            return
+        loading_info.missing_keys.discard(target_name)
+        rows = _rows_read.pop(param.spec, None)
+        if isinstance(param_value, Stored):
+            piece = param_value.piece
+        elif rows is None:
+            fits = param_value.shape == param.shape
+            piece = _piece_of(param.spec, param_value, None) if fits else None
+        else:
+            fits = param_value.shape == (rows.stop - rows.start, *param.shape[1:])
+            piece = _piece_of(param.spec, param_value, rows) if fits else None
+        if piece is None:
+            loading_info.mismatched_keys.add((target_name, param_value.shape, param.shape))
+            return
+        # A second name of a tied parameter was set before.
+        if not param.is_meta and not torch.equal(param.to_local().detach(), piece):
+            warn_user(
+                f"{target_name} is tied to another weight, and the files have different values for "
+                f"them. Those of {target_name} are taken. For separate weights pass "
+                f"tie_word_embeddings=False."
+            )
+        param.replace_piece(piece)
+        param._is_hf_initialized = True  # type: ignore[attr-defined]
+
+    return set_param_for_module
+
+
+catch_up("transformers")
