@@ -131,13 +131,13 @@ def _read_pieces(used: Installed, loading: Any) -> None:
     """Replace how transformers reads and sets the values of sharded parameters."""
     with replacing("transformers"):
         operation = loading.DtensorShardOperation
-        converter = loading.WeightConverter
+        transform = loading.WeightTransform
 
         def choose(param: Any) -> Any:
             return _PieceOperation(param) if isinstance(param, ShardedTensor) else operation(param)
 
         used.replace(loading, operation.__name__, choose)
-        used.replace(converter, "materialize_tensors", _reading(converter.materialize_tensors))
+        used.replace(transform, "materialize_tensors", _reading(transform.materialize_tensors))
         set_param = loading.set_param_for_module
         used.replace(loading, set_param.__name__, _setting(set_param))
 
@@ -231,7 +231,8 @@ def _reading(original: Callable[..., dict[str, list[Any]]]) -> Callable[..., dic
     def materialize_tensors(self: Any) -> dict[str, list[Any]]:
         collected = original(self)
         stored = [each for tensors in collected.values() for each in tensors]
-        if not any(isinstance(each, Stored) for each in stored):
+        is_converted = hasattr(self, "operations")  # Otherwise its piece has been read.
+        if not is_converted or not any(isinstance(each, Stored) for each in stored):
             return collected
         spec = stored[0].spec
         rows = _rows_to_convert(self, spec, collected)
