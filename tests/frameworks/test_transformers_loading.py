@@ -43,8 +43,11 @@ def make_model(kind: str) -> typing.Any:
 
     torch.manual_seed(0)
     llama = transformers.LlamaConfig
-    if kind == "a file for each row":  # Of experts, which are stacked and joined.
+    if kind == "a tensor for each row":  # Of experts, which are stacked and joined.
         config = transformers.MixtralConfig(**SIZES, num_local_experts=6)
+        return transformers.MixtralForCausalLM(config)
+    if kind == "a tensor for one row":
+        config = transformers.MixtralConfig(**SIZES, num_local_experts=1, num_experts_per_tok=1)
         return transformers.MixtralForCausalLM(config)
     if kind == "parts of one tensor":  # Queries, keys and values, which are cut apart.
         return transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**SIZES))
@@ -128,7 +131,14 @@ def load_train_and_save(folder: str, kind: str, sizes: dict[str, int]) -> None:
         assert_equal(model, load(loader, f"{folder}/pieces", sizes))
 
 
-KINDS = ("as in the model", "tied", "a file for each row", "parts of one tensor", "no head")
+KINDS = (
+    "as in the model",
+    "tied",
+    "a tensor for each row",
+    "a tensor for one row",
+    "parts of one tensor",
+    "no head",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +149,7 @@ def test_a_model_is_sharded_while_it_is_loaded(
     spawn(load_train_and_save, 2, *args, timeout_s=TIMEOUT_S)
 
 
-EXPERTS = "a file for each row"
+EXPERTS = "a tensor for each row"
 MESHES = {
     "four": (EXPERTS, {"fsdp_size": 4}),  # Cuts fall inside of experts.
     "hybrid": (EXPERTS, {"fsdp_size": 2, "dp_replicate_size": 2}),
@@ -182,7 +192,7 @@ def count_what_is_read(folder: str, kind: str) -> None:
     assert own <= sum(read) <= own + rows < sum(param.numel() for param in params)
 
 
-@pytest.mark.parametrize("kind", ["as in the model", "a file for each row"])
+@pytest.mark.parametrize("kind", ["as in the model", "a tensor for each row"])
 def test_ranks_read_only_rows_of_their_pieces(
     spawn: Spawn, tmp_path: pathlib.Path, kind: str
 ) -> None:

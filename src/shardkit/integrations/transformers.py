@@ -239,12 +239,9 @@ def _reading(original: Callable[..., dict[str, list[Any]]]) -> Callable[..., dic
         if rows is None:
             return {key: [each.read() for each in tensors] for key, tensors in collected.items()}
         _rows_read[spec] = rows
-        return {
-            key: [each.read() for each in tensors[rows]]
-            if len(tensors) > 1
-            else [each.read(rows) for each in tensors]
-            for key, tensors in collected.items()
-        }
+        if _are_rows(spec, stored):
+            return {key: [each.read() for each in ts[rows]] for key, ts in collected.items()}
+        return {key: [each.read(rows) for each in ts] for key, ts in collected.items()}
 
     return materialize_tensors
 
@@ -261,20 +258,30 @@ def _rows_to_convert(
     A conversion qualifies if its result is one parameter, and if the file has all rows of each part
     of it: as one tensor, or as a tensor for each row.
     """
+    kinds = [type(op).__name__ for op in converter.operations]
     keeps_rows = all(
-        _KEEP_ROWS.get(type(op).__name__, lambda _: False)(op) for op in converter.operations
+        kind in _KEEP_ROWS and _KEEP_ROWS[kind](op)
+        for kind, op in zip(kinds, converter.operations, strict=True)
     )
     if not keeps_rows or len(converter.target_patterns) != 1 or len(spec.shape) == 1:
         return None
-    num_rows, ndim = spec.shape[0], len(spec.shape)
-    for tensors in collected.values():
-        is_stacked = len(tensors) == 1 and tensors[0].shape[0] == num_rows
-        dims = ndim if is_stacked else ndim - 1
-        if any(len(each.shape) != dims for each in tensors):
-            return None
-        if not is_stacked and len(tensors) != num_rows:
-            return None
-    return _rows_of(spec)
+    num_rows = spec.shape[0]
+    if "MergeModulelist" in kinds:
+        has_all = all(
+            len(tensors) == num_rows and _are_rows(spec, tensors) for tensors in collected.values()
+        )
+    else:
+        has_all = all(
+            len(each.shape) == len(spec.shape) and each.shape[0] == num_rows
+            for tensors in collected.values()
+            for each in tensors
+        )
+    return _rows_of(spec) if has_all else None
+
+
+def _are_rows(spec: ShardSpec, tensors: list[Stored]) -> bool:
+    """Return whether each tensor is one row of the parameter, by its number of dims."""
+    return all(len(each.shape) == len(spec.shape) - 1 for each in tensors)
 
 
 # --- setting --------------------------------------------------------------------------------------
