@@ -14,14 +14,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from models import (
     VOCABULARY,
@@ -37,7 +39,6 @@ from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
-    from torch.distributed.tensor.parallel import ParallelStyle
 
     from models import Batch
 
@@ -58,6 +59,42 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+class GatedMLP(nn.Module):
+    """A layer whose gate and up weights are one tensor, each rank with rows of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(WIDTHS[0], 2 * 12, bias=False)
+        self.down = nn.Linear(12, WIDTHS[-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, mesh = self.gate_up.weight, None
+        if isinstance(weight, DTensor):
+            weight, mesh = weight.to_local(), weight.device_mesh
+        gate, up = F.linear(x, weight).chunk(2, dim=-1)
+        hidden = F.silu(gate) * up
+        return self.down(hidden if mesh is None else DTensor.from_local(hidden, mesh, [Shard(-1)]))
+
+
+class SplitGateAndUp(ParallelStyle):
+    """Give each rank rows of the gate and rows of the up weights, as one local tensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: TorchDeviceMesh) -> nn.Module:
+        whole, ranks, rank = module.weight, device_mesh.size(), device_mesh.get_local_rank()
+        local = whole.detach().unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1).contiguous()
+        module.weight = nn.Parameter(
+            DTensor.from_local(
+                local,
+                device_mesh,
+                [_StridedShard(0, split_factor=2)],
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+        )
+        return module
 
 
 class Attention(nn.Module):
@@ -117,6 +154,10 @@ def mlp_plan(_: nn.Module | None = None) -> Plan:
     return {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
+def gated_plan(_: nn.Module | None = None) -> Plan:
+    return {"gate_up": SplitGateAndUp(), "down": RowwiseParallel()}
+
+
 def gpt_plan(model: nn.Module) -> Plan:
     """Megatron's layout with sequence parallelism; the vocabulary is split unevenly."""
     plan: Plan = {
@@ -148,6 +189,9 @@ class ParallelCase:
 
 CASES = {
     "mlp": ParallelCase(Case(MLP, lambda _: [], regression_batch, squared_error), mlp_plan),
+    "gated": ParallelCase(
+        Case(GatedMLP, lambda _: [], regression_batch, squared_error), gated_plan
+    ),
     "gpt": ParallelCase(
         Case(GPT, lambda model: list(model.blocks), token_batch, cross_entropy), gpt_plan
     ),

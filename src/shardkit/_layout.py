@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardkit._errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 # --- boxes ----------------------------------------------------------------------------------------
@@ -51,17 +52,13 @@ class Box:
         return self.start + self.numel
 
 
-def boxes_of_range(
-    shape: Sequence[int], start: int, stop: int, *, origin: Sequence[int] | None = None
-) -> list[Box]:
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the boxes that make up [start, stop) of a flattened tensor, in order.
 
     Args:
         shape: Shape of the tensor; ``()`` has one element and one box without dims.
         start: First element.
         stop: End of the range; no boxes if it is not beyond `start`.
-        origin: Position of the tensor in a larger one, in which offsets are counted (the tensor is
-            then this rank's part in tensor parallelism); None: its beginning.
 
     Returns:
         Disjoint boxes that cover the range, at most ``2 * len(shape) - 1`` (one for no dim).
@@ -69,7 +66,7 @@ def boxes_of_range(
     Cost: O(len(shape) ** 2); nothing depends on sizes.
     """
     if start == 0 and 0 < stop == math.prod(shape):
-        return [Box(tuple(origin or (0,) * len(shape)), tuple(shape), 0)]
+        return [Box((0,) * len(shape), tuple(shape), 0)]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     boxes: list[Box] = []
     position = start
@@ -86,11 +83,66 @@ def boxes_of_range(
             steps = min((stop - position) // strides[dim], shape[dim] - index[dim])
             sizes[dim:] = [steps, *shape[dim + 1 :]]
             numel = steps * strides[dim]
-        if origin is not None:
-            index = [i + o for i, o in zip(index, origin, strict=True)]
         boxes.append(Box(tuple(index), tuple(sizes), position - start))
         position += numel
     return boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part of a tensor that a rank holds in tensor parallelism, in memory of its own.
+
+    It is a box of the tensor if it is taken from one of its groups along a dim, or one box of each
+    group, one after the other (gate and up weights in one tensor).
+
+    Attributes:
+        shape: Shape of the part.
+        offsets: Position in the tensor where the part begins, for each dim; where there are groups,
+            in each group.
+        dim: Dim of the groups.
+        num_groups: Number of groups.
+        group_size: Size of a group of the tensor along `dim`.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    dim: int = 0
+    num_groups: int = 1
+    group_size: int = 0
+
+    def boxes(self, start: int, stop: int) -> list[Box]:
+        """Return the boxes of the tensor that make up [start, stop) of the flattened part."""
+        boxes = boxes_of_range(self.by_groups, start, stop)
+        if self.num_groups > 1:
+            boxes = [each for box in boxes for each in self._of_one_group(box)]
+        return [
+            Box(
+                tuple(i + o for i, o in zip(b.offsets, self.offsets, strict=True)), b.sizes, b.start
+            )
+            for b in boxes
+        ]
+
+    @property
+    def by_groups(self) -> tuple[int, ...]:
+        """The shape with a dim for the number of groups, if there are several."""
+        if self.num_groups == 1:
+            return self.shape
+        before, size, behind = (
+            self.shape[: self.dim],
+            self.shape[self.dim],
+            self.shape[self.dim + 1 :],
+        )
+        return (*before, self.num_groups, size // self.num_groups, *behind)
+
+    def _of_one_group(self, box: Box) -> Iterator[Box]:
+        """Yield the boxes of a box of `by_groups`, each of one group, in the tensor's dims."""
+        at = self.dim + 1
+        numel = math.prod(box.sizes[at:])
+        outer = (range(o, o + s) for o, s in zip(box.offsets[:at], box.sizes[:at], strict=True))
+        for number, (*index, group) in enumerate(itertools.product(*outer)):
+            first, *rest = box.offsets[at:]
+            offsets = (*index, group * self.group_size + first, *rest)
+            yield Box(offsets, (*(1,) * self.dim, *box.sizes[at:]), box.start + number * numel)
 
 
 # --- flat layouts ---------------------------------------------------------------------------------

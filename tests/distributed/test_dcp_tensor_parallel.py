@@ -27,49 +27,53 @@ if typing.TYPE_CHECKING:
 
 pytestmark = pytest.mark.helpers
 
-CASE = parallel_models.CASES["gpt"].case  # The vocabulary is split unevenly.
 
-
-def make(mesh_shape: tuple[int, ...], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(
+    name: str, mesh_shape: tuple[int, ...], seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Make a model on a mesh: of two axes the last is tensor-parallel."""
     torch.manual_seed(seed)
+    case = parallel_models.CASES[name].case
     if len(mesh_shape) > 1:
-        _, model = parallel_models.make("gpt", mesh_shape)
+        _, model = parallel_models.make(name, mesh_shape)
     else:
-        model = shard(CASE, CASE.make(), make_mesh(mesh_shape))
+        model = shard(case, case.make(), make_mesh(mesh_shape))
     return model, OPTIMIZERS["adamw"](model.parameters())
 
 
-def save(mesh_shape: tuple[int, ...], folder: str) -> WholeState:
-    model, optimizer = make(mesh_shape, seed=0)
-    data_rank = dist.get_rank() // math.prod(mesh_shape[1:])
-    list(train(CASE, model, optimizer, [rank_batch(CASE, data_rank, step) for step in range(2)]))
+def save(name: str, mesh_shape: tuple[int, ...], folder: str) -> WholeState:
+    model, optimizer = make(name, mesh_shape, seed=0)
+    case, data_rank = parallel_models.CASES[name].case, dist.get_rank() // math.prod(mesh_shape[1:])
+    list(train(case, model, optimizer, [rank_batch(case, data_rank, step) for step in range(2)]))
     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=folder)
     return whole_state(model, optimizer)
 
 
-def load(mesh_shape: tuple[int, ...], folder: str) -> WholeState:
-    model, optimizer = make(mesh_shape, seed=7)
-    list(train(CASE, model, optimizer, [rank_batch(CASE, 0, 5)]))
+def load(name: str, mesh_shape: tuple[int, ...], folder: str) -> WholeState:
+    model, optimizer = make(name, mesh_shape, seed=7)
+    case = parallel_models.CASES[name].case
+    list(train(case, model, optimizer, [rank_batch(case, 0, 5)]))
     model_state, optim_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
     return whole_state(model, optimizer)
 
 
+# The vocabulary of the first is split unevenly.
+@pytest.mark.parametrize("name", ["gpt", "gated"])
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [((2, 2), (3,)), ((2,), (2, 2)), ((1, 2), (2, 2)), ((2, 2), (1, 2))],
     ids=str,
 )
 def test_saved_on_one_mesh_loads_on_another(
-    spawn: Spawn, tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]
+    spawn: Spawn, tmp_path: Path, name: str, saved: tuple[int, ...], loaded: tuple[int, ...]
 ) -> None:
-    expected, *others = spawn(save, math.prod(saved), saved, str(tmp_path))
+    expected, *others = spawn(save, math.prod(saved), name, saved, str(tmp_path))
     for other in others:
         assert_same(other, expected)
-    for state in spawn(load, math.prod(loaded), loaded, str(tmp_path)):
+    for state in spawn(load, math.prod(loaded), name, loaded, str(tmp_path)):
         assert_same(state, expected)
 
 

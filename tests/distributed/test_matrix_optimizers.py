@@ -108,6 +108,7 @@ def train_tensor_parallel(case: str, mesh_shape: tuple[int, ...], name: str) -> 
         ("mlp", (2, 2)),
         ("mlp", (1, 3)),
         ("mlp", (1, 2, 2)),
+        ("gated", (2, 2)),
         ("gpt", (2, 2)),
         ("gpt", (1, 2, 2)),
     ],

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 from models import WIDTHS, cross_entropy
@@ -342,9 +343,22 @@ def shard_ragged() -> None:
     fully_shard(module, dp)
 
 
+def shard_uneven_groups() -> None:
+    """Groups of 3 rows over two ranks."""
+    dp, tp = make_meshes((2, 2))
+    module = nn.Linear(4, 6)
+    rows = 4 - 2 * tp.get_local_rank()
+    placements = [_StridedShard(0, split_factor=2)]
+    module.weight = nn.Parameter(
+        DTensor.from_local(torch.ones(rows, 4), tp, placements, shape=(6, 4), stride=(4, 1))
+    )
+    fully_shard(module, dp)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (shard_uneven_groups, "and groups that all ranks divide evenly"),
         (shard_partial, "takes Shard(dim) and Replicate() only"),
         (shard_ragged, "this rank's part should have shape (2, 4)"),
     ],

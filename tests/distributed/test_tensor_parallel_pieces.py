@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from reference import Differences, assert_within
 from shardkit import FlatShard, ShardedTensor, ShardedTensorError, fully_shard, install
@@ -39,6 +40,7 @@ SPREAD: dict[str, tuple[tuple[int, ...], tuple[Placement, ...] | None]] = {
     "both": ((6, 5), (Shard(0), Shard(1))),
     "twice": ((9, 2), (Shard(0), Shard(0))),
     "vector": ((11,), (Shard(0), Replicate())),
+    "groups": ((3, 16, 5), (Replicate(), _StridedShard(1, split_factor=2))),
     "copy": ((5, 3), (Replicate(), Replicate())),
     "plain": ((4, 3), None),
 }

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import strategies
-from shardkit._layout import Box, FlatLayout, boxes_of_range
+from shardkit._layout import Box, FlatLayout, Part, boxes_of_range
 
 Shape = tuple[int, ...]
 Range = tuple[Shape, int, int]
@@ -75,16 +75,42 @@ def test_boxes_hold_the_elements_of_the_range(shape: Shape, data: st.DataObject)
 
 
 @given(strategies.shapes, strategies.shapes)
-def test_origin_moves_boxes(shape: Shape, moved: Shape) -> None:
+def test_offsets_of_a_part_move_boxes(shape: Shape, moved: Shape) -> None:
     origin = (moved * len(shape))[: len(shape)] if moved else (0,) * len(shape)
     numel = math.prod(shape)
     for here, there in zip(
         boxes_of_range(shape, 0, numel),
-        boxes_of_range(shape, 0, numel, origin=origin),
+        Part(shape, origin).boxes(0, numel),
         strict=True,
     ):
         assert there.offsets == tuple(map(sum, zip(here.offsets, origin, strict=True)))
         assert (there.sizes, there.start) == (here.sizes, here.start)
+
+
+@given(strategies.shapes.filter(bool), st.integers(2, 3), st.integers(1, 3), st.data())
+def test_a_part_may_be_a_chunk_of_each_group(
+    shape: Shape, num_groups: int, num_chunks: int, data: st.DataObject
+) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    chunk, behind = shape[dim], shape[dim + 1 :]
+    group_size = num_chunks * chunk
+    whole = torch.arange(math.prod(shape) * num_groups * num_chunks)
+    first = data.draw(st.integers(0, num_chunks - 1)) * chunk
+    grouped = whole.view(*shape[:dim], num_groups, group_size, *behind)
+    held = grouped.narrow(dim + 1, first, chunk).flatten(dim, dim + 1)
+    offsets = tuple(first if each == dim else 0 for each in range(len(shape)))
+    part = Part(tuple(held.shape), offsets, dim, num_groups, group_size)
+    start = data.draw(st.integers(0, held.numel()))
+    stop = data.draw(st.integers(start, held.numel()))
+    found, at = [], 0
+    for box in part.boxes(start, stop):
+        assert box.start == at
+        at += box.numel
+        view = whole.view(*shape[:dim], num_groups * group_size, *behind)
+        for each, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            view = view.narrow(each, offset, size)
+        found += view.flatten().tolist()
+    assert found == held.flatten()[start:stop].tolist()
 
 
 @given(strategies.shape_lists, st.lists(strategies.world_sizes, min_size=2, max_size=2))

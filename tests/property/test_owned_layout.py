@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit._layout import FlatLayout
+from shardkit._layout import FlatLayout, Part
 from shardkit.optim._owners import (
     HeldPart,
     Spread,
@@ -195,7 +195,7 @@ def split_worlds(draw: st.DrawFn) -> World:
             own = tuple(stop - start if d == dim else size for d, size in enumerate(shape))
             offsets = tuple(start if d == dim else 0 for d in range(2))
             layout = FlatLayout.plan([own], world_size=num_shards, itemsize=16)
-            parts.append(HeldPart(*layout.owned_range(0, place), own, offsets))
+            parts.append(HeldPart(*layout.owned_range(0, place), Part(own, offsets)))
         layout = FlatLayout.plan([shape], world_size=1, itemsize=16)
         nowhere = (0,) * len(members)
         spreads.append(Spread(shape, nowhere, layout, 0, nowhere, tuple(parts)))

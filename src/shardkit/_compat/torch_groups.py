@@ -88,6 +88,16 @@ def set_local_tensor(dtensor: Any, local: Tensor) -> None:
     dtensor._local_tensor = local
 
 
+def strided_split_factor(placement: Any) -> int | None:
+    """Return the split factor of a ``_StridedShard``; None: the placement is another one.
+
+    Each rank has a chunk of each of so many parts of a dim. The class is private in torch 2.9.0 to
+    2.13.0.
+    """
+    is_strided = type(placement).__name__ == "_StridedShard"
+    return int(placement.split_factor) if is_strided else None
+
+
 def root_mesh(mesh: Any) -> Any:
     """Return the torch mesh of which a torch mesh is a part, or the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):

@@ -32,13 +32,10 @@ if TYPE_CHECKING:
 def boxes_of_piece(spec: ShardSpec) -> list[Box]:
     """Return the boxes of the whole tensor that make up this rank's piece, maybe none."""
     spec.check_saved()
-    tensor_parallel = spec.tensor_parallel
-    return boxes_of_range(
-        spec.layout.shapes[spec.index],
-        spec.start,
-        spec.stop,
-        origin=None if tensor_parallel is None else tensor_parallel.offsets,
-    )
+    if spec.tensor_parallel is not None:
+        boxes: list[Box] = spec.tensor_parallel.part.boxes(spec.start, spec.stop)
+        return boxes
+    return boxes_of_range(spec.layout.shapes[spec.index], spec.start, spec.stop)
 
 
 def boxes_to_write(spec: ShardSpec) -> list[Box]:

@@ -21,9 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardkit._compat import torch_autograd, torch_groups
 from shardkit._errors import MeshError, StateError, WrapError
+from shardkit._layout import Part
 from shardkit._mesh import DeviceMesh
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
@@ -32,11 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One dim cut over one axis, as ``torch.chunk`` does: the last chunks may be short."""
+    """One dim cut over one axis, as ``torch.chunk`` does: the last chunks may be short.
+
+    With several groups each of them is cut so, and a rank holds a chunk of each.
+    """
 
     axis: PeerAxis
     dim: int
-    size: int  # Size of the dim before the cut.
+    size: int  # Size of the dim before the cut; of each group.
+    num_groups: int = 1
 
     @property
     def chunk(self) -> int:
@@ -45,12 +52,20 @@ class Split:
 
     @property
     def owned_range(self) -> tuple[int, int]:
-        """This rank's [start, stop) of the dim; maybe empty."""
+        """This rank's [start, stop) of the dim, or of each group; maybe empty."""
         start = min(self.axis.rank * self.chunk, self.size)
         return start, min(start + self.chunk, self.size)
 
+    def _by_groups(self, tensor: Tensor, act: Callable[[Split, Tensor], Tensor]) -> Tensor:
+        """Act on a tensor that has a dim for the groups."""
+        within = replace(self, dim=self.dim + 1, num_groups=1)
+        grouped = tensor.unflatten(self.dim, (self.num_groups, -1))
+        return act(within, grouped).flatten(self.dim, self.dim + 1)
+
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return this rank's chunk, a view."""
+        """Return this rank's chunk, a view unless there are several groups."""
+        if self.num_groups > 1:
+            return self._by_groups(tensor, Split.cut)
         start, stop = self.owned_range
         return tensor.narrow(self.dim, start, stop - start)
 
@@ -58,6 +73,8 @@ class Split:
         """Return the tensor that was cut. Cost: one all-gather of the result's bytes, padded."""
         if self.axis.size == 1:
             return chunk
+        if self.num_groups > 1:
+            return self._by_groups(chunk, Split.gather)
         first = chunk.movedim(self.dim, 0)
         chunks = first.new_zeros(self.axis.size, self.chunk, *first.shape[1:])
         own = chunks[self.axis.rank]
@@ -107,12 +124,15 @@ class TensorParallel:
             )
             raise MeshError(msg)
         sizes, splits = list(param.shape), []
+        placement: Any
         for index, placement in enumerate(param.placements):
-            if type(placement) is Shard:
+            num_groups = _num_groups(placement)
+            if num_groups:
                 dim = placement.dim % param.ndim
-                split = Split(mesh.backend.axis(index), dim, sizes[dim])
+                axis = mesh.backend.axis(index)
+                split = Split(axis, dim, sizes[dim] // num_groups, num_groups)
                 start, stop = split.owned_range
-                sizes[dim] = stop - start
+                sizes[dim] = (stop - start) * num_groups
                 splits.append(split)
         return cls(
             shape=tuple(param.shape),
@@ -155,20 +175,26 @@ class TensorParallel:
         return tuple(self.mesh.backend.axis(axis) for axis in range(self.mesh.ndim))
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        """Position in the whole where the local part begins, per dim."""
+    def part(self) -> Part:
+        """The local part of the whole."""
         offsets = [0] * len(self.shape)
         for split in self.splits:
             offsets[split.dim] += split.owned_range[0]
-        return tuple(offsets)
+        part = Part(self.local_shape, tuple(offsets))
+        for split in self.splits:
+            if split.num_groups > 1:
+                part = replace(
+                    part, dim=split.dim, num_groups=split.num_groups, group_size=split.size
+                )
+        return part
 
     def check(self, name: str, param: Any, mesh: DeviceMesh) -> None:
         """Refuse a parameter that cannot be sharded over `mesh`.
 
         Raises:
             MeshError: The two meshes share an axis.
-            WrapError: A placement is neither a chunk nor a replica, or the local tensor's shape
-                does not follow from the placements.
+            WrapError: A placement is neither a chunk nor a replica, or groups of chunks are not
+                equal, or the local tensor's shape does not follow from the placements.
         """
         shared = sorted(set(mesh.ranks) & set(self.mesh.ranks) - {mesh.rank})
         if shared:
@@ -181,13 +207,27 @@ class TensorParallel:
             )
             raise MeshError(msg)
         for placement in self.placements:
-            if type(placement) not in (Shard, Replicate):
+            if not _num_groups(placement) and type(placement) is not Replicate:
                 msg = (
                     f"parameter {name!r} is a DTensor with placements {self.placements}: "
                     f"fully_shard takes Shard(dim) and Replicate() only. Redistribute it first: "
                     f"nn.Parameter(param.redistribute(placements=[Replicate()]))."
                 )
                 raise WrapError(msg)
+        grouped = [split for split in self.splits if split.num_groups > 1]
+        dims = [split.dim for split in self.splits]
+        if grouped and (
+            len(grouped) > 1
+            or dims.count(grouped[0].dim) > 1
+            or self.shape[grouped[0].dim] % (grouped[0].num_groups * grouped[0].axis.size)
+        ):
+            msg = (
+                f"parameter {name!r} is a DTensor of shape {self.shape} with placements "
+                f"{self.placements}: fully_shard takes one _StridedShard, no other placement of "
+                f"its dim, and groups that all ranks divide evenly. Redistribute it first: "
+                f"nn.Parameter(param.redistribute(placements=[Replicate()]))."
+            )
+            raise WrapError(msg)
         local_shape = tuple(param.to_local().shape)
         if local_shape != self.local_shape:
             msg = (
@@ -211,11 +251,16 @@ class TensorParallel:
     def part_indices(self, places: Tensor) -> Tensor:
         """Return where elements of the flattened whole are in the flattened part; -1: nowhere."""
         result, is_here = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
-        local_shape, offsets = self.local_shape, self.offsets
+        part = self.part
         for dim, size in enumerate(self.shape):
-            along = places // math.prod(self.shape[dim + 1 :]) % size - offsets[dim]
-            is_here &= (along >= 0) & (along < local_shape[dim])
-            result += along * math.prod(local_shape[dim + 1 :])
+            is_grouped = part.num_groups > 1 and dim == part.dim
+            num_groups = part.num_groups if is_grouped else 1
+            along = places // math.prod(self.shape[dim + 1 :]) % size
+            group, along = along // (size // num_groups), along % (size // num_groups)
+            along -= part.offsets[dim]
+            chunk = part.shape[dim] // num_groups
+            is_here &= (along >= 0) & (along < chunk)
+            result += (group * chunk + along) * math.prod(part.shape[dim + 1 :])
         return torch.where(is_here, result, -1)
 
     def to_whole(self, part: Tensor) -> Tensor:
@@ -277,6 +322,13 @@ class TensorParallel:
                 [m.backend.axis(axis) for m in (mesh, self.mesh) for axis in range(m.ndim)]
             ),
         )
+
+
+def _num_groups(placement: Any) -> int:
+    """Return of how many groups of a dim a placement gives each rank a chunk; 0: it cuts none."""
+    if type(placement) is Shard:
+        return 1
+    return torch_groups.strided_split_factor(placement) or 0
 
 
 def distributed_by_dim_0(param: nn.Parameter, mesh: TorchDeviceMesh) -> nn.Parameter:

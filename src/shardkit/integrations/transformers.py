@@ -10,8 +10,9 @@
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=sizes)
 
 transformers makes the model on meta, shards it there, and fills it from the files. Each rank reads
-only the rows that hold its pieces. Weights that are stored in another form are read whole, one
-parameter at a time, unless their conversion keeps rows together (experts of most models).
+only its pieces. Weights that are stored in another form are read whole, one parameter at a time,
+unless their conversion keeps rows together (experts of most models): then the rows that hold the
+piece are read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 
 from shardkit._errors import IntegrationError, warn_user
 from shardkit._install import Installed, catch_up, install
+from shardkit._tensor.client_answers import telling_the_truth
+from shardkit._tensor.dcp_protocol import boxes_of_piece
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.integrations._tied_modules import tied_modules_together
 from shardkit.integrations._versions import check_version, replacing
@@ -71,6 +74,7 @@ def use() -> Installed:
     used.after_import("transformers.core_model_loading", functools.partial(_read_pieces, used))
     used.after_import("transformers.modeling_utils", functools.partial(_keep_missing, used))
     used.after_import("transformers.distributed.mixin", functools.partial(_shard_tied, used))
+    used.after_import("transformers.distributed.checkpoint", functools.partial(_save_pieces, used))
     return used
 
 
@@ -103,6 +107,12 @@ def _is_dequantized(config: Any) -> bool:
     given = getattr(config, "quantization_config", None)
     settings = given if isinstance(given, dict) else vars(given or object)
     return bool(settings.get("dequantize"))
+
+
+def _save_pieces(used: Installed, checkpoint: Any) -> None:
+    """Have pieces of strided parts saved as they are; transformers cuts DTensors otherwise."""
+    with replacing("transformers"):
+        used.replace(checkpoint, "is_dtensor", telling_the_truth(checkpoint.is_dtensor))
 
 
 def _keep_missing(used: Installed, modeling: Any) -> None:
@@ -167,9 +177,16 @@ class Stored:
         return read.to(self.spec.device, self._dtype)
 
     def read_piece(self) -> None:
-        """Read the rows that hold this rank's piece, and keep the piece."""
-        rows = _rows_of(self.spec)
-        self.piece = _piece_of(self.spec, self.read(rows), rows)
+        """Read this rank's piece, and keep it."""
+        spec = self.spec
+        if spec.packing is not None or spec.is_traced or not self.shape:
+            self.piece = _piece_of(spec, self.read(), None)
+            return
+        self.piece = torch.empty(spec.piece_numel, dtype=self._dtype, device=spec.device)
+        for box in boxes_of_piece(spec):
+            ranges = zip(box.offsets, box.sizes, strict=True)
+            read = self._source[tuple(slice(first, first + size) for first, size in ranges)]
+            self.piece[box.start : box.stop].view(box.sizes).copy_(read)
 
 
 class _PieceOperation:

@@ -16,7 +16,7 @@ import torch
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import OptimizerError
-from shardkit._layout import Box, FlatLayout, boxes_of_range
+from shardkit._layout import Box, FlatLayout, Part
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends.base import AllToAll
@@ -144,8 +144,7 @@ class HeldPart:
 
     start: int  # First element of its range in its flattened part.
     stop: int  # End of its range.
-    shape: tuple[int, ...]  # Shape of the part.
-    offsets: tuple[int, ...]  # Start of the part in the whole, for each dim.
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +177,7 @@ class Spread:
             numel = self.layout.numels[self.index]
             return (numel,), [Box((start,), (stop - start,), 0)] if stop > start else []
         part = self.parts[member]
-        return self.shape, boxes_of_range(part.shape, start, stop, origin=part.offsets)
+        return self.shape, part.part.boxes(start, stop)
 
 
 class Traffic(NamedTuple):
@@ -500,9 +499,7 @@ def _make_owner_group(
     owners = assign_owners(costs, axis.size, loads)
     facts = [(p.spec.name, tuple(p.shape), str(p.dtype)) for p in params]
     parts: list[Any] = [
-        HeldPart(s.start, s.stop, s.layout.shapes[s.index], s.tensor_parallel.offsets)
-        if s.tensor_parallel is not None
-        else None
+        HeldPart(s.start, s.stop, s.tensor_parallel.part) if s.tensor_parallel is not None else None
         for s in (param.spec for param in params)
     ]
     _agree(axis, [*facts, ("owners", tuple(owners)), ("settings", about)])

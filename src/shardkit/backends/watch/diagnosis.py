@@ -240,7 +240,7 @@ def _final(
     known = next((s.gave_up for s in statuses if s.gave_up is not None), None)
     text = known if known is not None else _parted(statuses, doomed)
     if text is None:
-        text = _missing(statuses, sorted(doomed), lacking, lost)
+        text = _missing(statuses, doomed, lacking, lost)
     return Diagnosis(
         is_final=True,
         text=text,
@@ -323,17 +323,17 @@ def _waiting(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> str:
 
 def _missing(
     statuses: Sequence[RankStatus],
-    waiting: Sequence[int],
+    doomed: set[int],
     lacking: Mapping[int, Sequence[int]],
     lost: set[int],
 ) -> str:
     """Say who waits for ranks that do not come, and where those are."""
-    waiting = [rank for rank in waiting if statuses[rank].wait is not None] or list(waiting)
+    waiting = [rank for rank in sorted(doomed) if statuses[rank].wait is not None] or sorted(doomed)
     awaited = sorted({other for rank in waiting for other in lacking[rank]})
     gone = [rank for rank in awaited if rank in lost]
-    # A rank that waits itself may be the victim of a rank that does not wait.
-    idle = [rank for rank in awaited if statuses[rank].wait is None]
-    shown = gone or idle or awaited
+    # Without lost ranks these wait for each other, so who else has not come does not matter.
+    in_circle = [rank for rank in awaited if rank in doomed]
+    shown = gone or in_circle or awaited
     has_left = any(statuses[rank].state in ("ended", "destroyed") for rank in gone)
     advice = _LOST if gone and not has_left else _ALL_CALL
     title = f"{_waiting(statuses, waiting)}, and these ranks have not come:"

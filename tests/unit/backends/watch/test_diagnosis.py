@@ -221,6 +221,22 @@ def test_two_groups_that_wait_crosswise() -> None:
     assert "rank 1 waits for t itself" in final(one, other).text
 
 
+def test_who_waits_crosswise_is_named_before_who_does_not_answer() -> None:
+    """A busy rank may still come, so it is no reason to end the run."""
+    statuses = [
+        dataclasses.replace(
+            rank(number, "ab", waits=None),
+            groups={name: group("ab", ranks=3) for name in ("0", "1")},
+            wait=WaitStatus(own, 2, f"{own} of {number}", 5.0, True, is_issued=True),
+        )
+        for number, own in enumerate(("0", "1"))
+    ]
+    text = final(*statuses, rank(2, "ab", waits=None, state="busy")).text
+    assert "rank 0 waits for 0 of 0 itself" in text
+    assert "rank 1 waits for 1 of 1 itself" in text
+    assert "does not answer" not in text
+
+
 def test_who_is_lost_is_named_before_its_victims() -> None:
     statuses = [rank(0, "abc", ranks=3), rank(1, "ab", ranks=3)]
     statuses.append(rank(2, "ab", waits=None, state="gone", ranks=3))
