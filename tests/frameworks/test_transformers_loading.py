@@ -317,7 +317,7 @@ def train_by_trainer(folder: str) -> None:
         plain.train()
         forget_accelerate()
         loaded = load(loader, f"{folder}/files", {"fsdp_size": dist.get_world_size()})
-        trainer = make_trainer(f"{folder}/sharded", None, loaded, save_strategy="no")
+        trainer = make_trainer(f"{folder}/sharded", None, loaded, save_only_model=True)
         trainer.train()
         for each, tolerance in (("loss", 1), ("eval_loss", 1), ("grad_norm", 5)):
             found, wanted = history(trainer, each), history(plain, each)
