@@ -51,6 +51,9 @@ def make_model(kind: str) -> typing.Any:
         return transformers.MixtralForCausalLM(config)
     if kind == "parts of one tensor":  # Queries, keys and values, which are cut apart.
         return transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**SIZES))
+    if kind == "tied without a norm":
+        config = transformers.HrmTextConfig(**SIZES, tie_word_embeddings=True)
+        return transformers.HrmTextForCausalLM(config)
     if kind == "no head":
         return transformers.LlamaForCausalLM(llama(**SIZES)).model
     return transformers.LlamaForCausalLM(llama(**SIZES, tie_word_embeddings=kind == "tied"))
@@ -134,6 +137,7 @@ def load_train_and_save(folder: str, kind: str, sizes: dict[str, int]) -> None:
 KINDS = (
     "as in the model",
     "tied",
+    "tied without a norm",
     "a tensor for each row",
     "a tensor for one row",
     "parts of one tensor",

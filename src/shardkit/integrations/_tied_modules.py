@@ -19,9 +19,9 @@ __all__: list[str] = []
 
 @contextlib.contextmanager
 def tied_modules_together(models: Sequence[nn.Module], module_of_package: Any) -> Iterator[None]:
-    """Add all modules that hold a tied weight to the list of modules that forms a group.
+    """Add all modules that hold a tied weight to the modules that form a group.
 
-    Packages put the embedding into such a list, and leave the head to the root.
+    Packages put the embedding into a group, and leave the head to the root.
 
     Args:
         models: Models that the package is about to shard.
@@ -34,11 +34,12 @@ def tied_modules_together(models: Sequence[nn.Module], module_of_package: Any) -
                 holders[param].append(module)
 
     def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(module, list):
-            held = {param for each in module for param in each.parameters(recurse=False)}
-            tied = [holder for param in held for holder in holders[param] if holder not in module]
-            module = [*module, *dict.fromkeys(tied)]
-        return fully_shard(module, *args, **kwargs)
+        modules = module if isinstance(module, list) else [module]
+        held = {param for each in modules for param in each.parameters(recurse=False)}
+        inside = {inner for each in modules for inner in each.modules()}
+        tied = [holder for param in held for holder in holders[param] if holder not in inside]
+        together = [*modules, *dict.fromkeys(tied)] if tied else module
+        return fully_shard(together, *args, **kwargs)
 
     with Installed() as used:
         used.replace(module_of_package, "fully_shard", shard)
