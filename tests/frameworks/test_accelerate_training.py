@@ -56,7 +56,9 @@ def train_both(name: str, plugin: dict[str, typing.Any]) -> tuple[list[str], int
         return sharded, len(params)
 
 
-@pytest.mark.parametrize("name", ["llama", "tied_llama", "gpt2", "vit", "mixtral", "whisper"])
+@pytest.mark.parametrize(
+    "name", ["llama", "tied_llama", "gpt2", "vit", "mixtral", "whisper", "t5", "bert"]
+)
 def test_training_equals_replicated_training(spawn: Spawn, name: str) -> None:
     for sharded, _ in spawn(train_both, 2, name, {}, timeout_s=TIMEOUT_S):
         assert len(sharded) > 3

@@ -37,38 +37,63 @@ SIZES: dict[str, typing.Any] = {
 }
 
 
+LLAMA = ("LlamaConfig", "LlamaForCausalLM")
+MIXTRAL = ("MixtralConfig", "MixtralForCausalLM")
+HRM = ("HrmTextConfig", "HrmTextForCausalLM")
+T5_SIZES: dict[str, typing.Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_ff": 64,
+    "d_kv": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+MODELS: dict[str, tuple[str, str, dict[str, typing.Any]]] = {
+    "as in the model": (*LLAMA, SIZES),
+    "tied": (*LLAMA, {**SIZES, "tie_word_embeddings": True}),
+    "tied without a norm": (*HRM, {**SIZES, "tie_word_embeddings": True}),
+    "tied in two stacks": ("T5Config", "T5ForConditionalGeneration", T5_SIZES),
+    # Of experts, which are stacked and joined.
+    "a tensor for each row": (*MIXTRAL, {**SIZES, "num_local_experts": 6}),
+    "a tensor for one row": (
+        *MIXTRAL,
+        {**SIZES, "num_local_experts": 1, "num_experts_per_tok": 1},
+    ),
+    # Queries, keys and values, which are cut apart.
+    "parts of one tensor": (*HRM, SIZES),
+    "no head": ("LlamaConfig", "LlamaModel", SIZES),
+}
+"""By what is in its files: classes of transformers, and fields of the config."""
+
+EXPERTS = "a tensor for each row"
+
+
 def make_model(kind: str) -> typing.Any:
-    """Make a model of transformers with random weights; its files hold what the name says."""
+    """Make a model of transformers with random weights."""
     import transformers
 
+    config, model, fields = MODELS[kind]
     torch.manual_seed(0)
-    llama = transformers.LlamaConfig
-    if kind == "a tensor for each row":  # Of experts, which are stacked and joined.
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=6)
-        return transformers.MixtralForCausalLM(config)
-    if kind == "a tensor for one row":
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=1, num_experts_per_tok=1)
-        return transformers.MixtralForCausalLM(config)
-    if kind == "parts of one tensor":  # Queries, keys and values, which are cut apart.
-        return transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**SIZES))
-    if kind == "tied without a norm":
-        config = transformers.HrmTextConfig(**SIZES, tie_word_embeddings=True)
-        return transformers.HrmTextForCausalLM(config)
-    if kind == "no head":
-        return transformers.LlamaForCausalLM(llama(**SIZES)).model
-    return transformers.LlamaForCausalLM(llama(**SIZES, tie_word_embeddings=kind == "tied"))
+    return getattr(transformers, model)(getattr(transformers, config)(**fields))
 
 
 @contextlib.contextmanager
 def saved(model: typing.Any, folder: str) -> Iterator[typing.Any]:
     """Save a model on the first rank; give the class that loads it."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
     dist.barrier()
     with accelerate_ranks(shardkit.install()):
-        yield AutoModelForCausalLM
+        is_translator = model.config.is_encoder_decoder
+        yield (
+            transformers.AutoModelForSeq2SeqLM
+            if is_translator
+            else transformers.AutoModelForCausalLM
+        )
 
 
 def load(
@@ -134,18 +159,7 @@ def load_train_and_save(folder: str, kind: str, sizes: dict[str, int]) -> None:
         assert_equal(model, load(loader, f"{folder}/pieces", sizes))
 
 
-KINDS = (
-    "as in the model",
-    "tied",
-    "tied without a norm",
-    "a tensor for each row",
-    "a tensor for one row",
-    "parts of one tensor",
-    "no head",
-)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_model_is_sharded_while_it_is_loaded(
     spawn: Spawn, tmp_path: pathlib.Path, kind: str
 ) -> None:
@@ -153,7 +167,6 @@ def test_a_model_is_sharded_while_it_is_loaded(
     spawn(load_train_and_save, 2, *args, timeout_s=TIMEOUT_S)
 
 
-EXPERTS = "a tensor for each row"
 MESHES = {
     "four": (EXPERTS, {"fsdp_size": 4}),  # Cuts fall inside of experts.
     "hybrid": (EXPERTS, {"fsdp_size": 2, "dp_replicate_size": 2}),

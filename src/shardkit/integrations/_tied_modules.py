@@ -21,7 +21,8 @@ __all__: list[str] = []
 def tied_modules_together(models: Sequence[nn.Module], module_of_package: Any) -> Iterator[None]:
     """Add all modules that hold a tied weight to the modules that form a group.
 
-    Packages put the embedding into a group, and leave the head to the root.
+    Packages put the embedding into a group, and leave the head to the root, or make it a group of
+    its own. A module that another one brought along is not sharded again.
 
     Args:
         models: Models that the package is about to shard.
@@ -33,13 +34,20 @@ def tied_modules_together(models: Sequence[nn.Module], module_of_package: Any) -
             for param in module.parameters(recurse=False):
                 holders[param].append(module)
 
+    brought: set[nn.Module] = set()
+
     def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = module if isinstance(module, list) else [module]
+        given = module if isinstance(module, list) else [module]
+        modules = [each for each in given if each not in brought]
+        if not modules:
+            return module
         held = {param for each in modules for param in each.parameters(recurse=False)}
         inside = {inner for each in modules for inner in each.modules()}
         tied = [holder for param in held for holder in holders[param] if holder not in inside]
-        together = [*modules, *dict.fromkeys(tied)] if tied else module
-        return fully_shard(together, *args, **kwargs)
+        brought.update(tied)
+        together = [*modules, *dict.fromkeys(tied)]
+        is_list = isinstance(module, list) or len(together) > 1
+        return fully_shard(together if is_list else module, *args, **kwargs)
 
     with Installed() as used:
         used.replace(module_of_package, "fully_shard", shard)
