@@ -41,11 +41,14 @@ def tied_modules_together(models: Sequence[nn.Module], module_of_package: Any) -
         modules = [each for each in given if each not in brought]
         if not modules:
             return module
-        held = {param for each in modules for param in each.parameters(recurse=False)}
         inside = {inner for each in modules for inner in each.modules()}
-        tied = [holder for param in held for holder in holders[param] if holder not in inside]
-        brought.update(tied)
-        together = [*modules, *dict.fromkeys(tied)]
+        together = list(modules)
+        for each in together:  # It grows: a head that is brought along may share its bias.
+            for param in each.parameters(recurse=False):
+                tied = [holder for holder in holders[param] if holder not in inside]
+                together += tied
+                inside.update(tied)
+        brought.update(together[len(modules) :])
         is_list = isinstance(module, list) or len(together) > 1
         return fully_shard(together if is_list else module, *args, **kwargs)
 
