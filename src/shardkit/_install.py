@@ -15,13 +15,15 @@ import torch
 
 from shardkit._compat.torch_checkpoints import ASK_THE_CLASS, when_imported
 from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
+from shardkit._mesh import DeviceMesh
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
-from shardkit._tensor.sharded import ShardedTensor, from_piece
+from shardkit._tensor.sharded import ShardedTensor, cut_whole, from_piece
 from shardkit._tensor.spec import FlatShard
 from shardkit.backends import TorchDeviceMesh
+from shardkit.backends.process_group import ProcessGroupBackend
 
 if TYPE_CHECKING:
     import types
@@ -181,8 +183,9 @@ def _answer_as_dtensors(installed: Installed) -> None:
 
     answer_to(torch_tensor.DTensor)
     installed.at_undo(functools.partial(answer_to, None))
-    from_local = joining(torch_tensor.DTensor.from_local)
-    installed.replace(torch_tensor.DTensor, "from_local", from_local)
+    for name, wrap in (("from_local", joining), ("redistribute", redistributing)):
+        value = wrap(getattr(torch_tensor.DTensor, name))
+        installed.replace(torch_tensor.DTensor, name, value)
 
     def replace(owner: Any, name: str, module: types.ModuleType) -> None:
         owner = module if owner is None else getattr(module, owner, None)
@@ -198,6 +201,8 @@ def _answer_as_dtensors(installed: Installed) -> None:
 def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``distribute_tensor``: given a sharded tensor's placements, it cuts in the same way.
 
+    Given torch's placements with a sharded tensor's mesh, it makes a DTensor of torch.
+
     Cost: a broadcast of the tensor on each axis of several ranks of the parameter's mesh, including
     axes of tensor parallelism, unless `src_data_rank` is None or the tensor is on meta.
     """
@@ -212,17 +217,9 @@ def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         flat = _flat_of(placements)
         if flat is None:
-            return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-        spec = flat.spec
-        if spec is None or tuple(tensor.shape) != tuple(spec.shape):
-            whose = "no tensor's own" if spec is None else f"those of {tuple(spec.shape)}"
-            msg = (
-                f"distribute_tensor got placements {tuple(placements)}, which are {whose}, for a "
-                f"tensor of shape {tuple(tensor.shape)}. Pass the placements of the sharded "
-                f"parameter that it is for, or call fully_shard on a module that holds it."
-            )
-            raise ShardedTensorError(msg)
-        _check_mesh("distribute_tensor", device_mesh, spec)
+            mesh = _torch_mesh(device_mesh)
+            return original(tensor, mesh, placements, src_data_rank=src_data_rank)
+        spec = _spec_for(flat, "distribute_tensor", tensor, device_mesh, placements)
         whole = tensor.detach()
         if not whole.is_meta:
             whole = whole.to(spec.mesh.backend.device)
@@ -242,6 +239,7 @@ def joining(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DTensor.from_local``: given a sharded tensor's placements, it takes a rank's piece.
 
     The result shares memory with the piece, and is differentiable. Nothing is sent or checked.
+    Given torch's placements with a sharded tensor's mesh, it makes a DTensor of torch.
     """
 
     @functools.wraps(original)
@@ -250,7 +248,7 @@ def joining(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         flat = _flat_of(placements)
         if flat is None:
-            return original(local_tensor, device_mesh, placements, **options)
+            return original(local_tensor, _torch_mesh(device_mesh), placements, **options)
         spec, shape = flat.spec, tuple(local_tensor.shape)
         is_piece = spec is not None and shape == (spec.piece_numel,)
         if spec is None or not is_piece or isinstance(local_tensor, ShardedTensor):
@@ -267,6 +265,54 @@ def joining(original: Callable[..., Any]) -> Callable[..., Any]:
         return from_piece(local_tensor.to(spec.device), spec)
 
     return from_local
+
+
+def redistributing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DTensor.redistribute``: given a sharded tensor's placements, it cuts in the same way.
+
+    Cost: that of the DTensor's ``full_tensor()``.
+    """
+
+    @functools.wraps(original)
+    def redistribute(
+        self: Any, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> Any:
+        flat = _flat_of(placements)
+        if flat is None:
+            return original(self, _torch_mesh(device_mesh), placements, **options)
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        spec = _spec_for(flat, "DTensor.redistribute", self, mesh, placements)
+        return cut_whole(self.full_tensor(), spec)
+
+    return redistribute
+
+
+def _torch_mesh(mesh: Any) -> Any:
+    """Return torch's mesh for the mesh of a sharded tensor; anything else as it is."""
+    backend = mesh.backend if isinstance(mesh, DeviceMesh) else None
+    return backend.as_torch(mesh) if isinstance(backend, ProcessGroupBackend) else mesh
+
+
+def _spec_for(
+    flat: FlatShard, asked: str, tensor: torch.Tensor, mesh: Any, placements: Any
+) -> ShardSpec:
+    """Return the cut that placements come from, for a whole tensor.
+
+    Raises:
+        ShardedTensorError: They come from none, or from that of a tensor of another shape, or the
+            mesh is another one.
+    """
+    spec = flat.spec
+    if spec is None or tuple(tensor.shape) != tuple(spec.shape):
+        whose = "no tensor's own" if spec is None else f"those of {tuple(spec.shape)}"
+        msg = (
+            f"{asked} got placements {tuple(placements)}, which are {whose}, for a "
+            f"tensor of shape {tuple(tensor.shape)}. Pass the placements of the sharded "
+            f"parameter that it is for, or call fully_shard on a module that holds it."
+        )
+        raise ShardedTensorError(msg)
+    _check_mesh(asked, mesh, spec)
+    return spec
 
 
 def _flat_of(placements: Any) -> FlatShard | None:

@@ -203,9 +203,12 @@ class GroupState:
         self.awaits_other_modules = False
 
     def end_backward(self) -> None:
-        """The engine is done; a backward that was not left, as a root's, ends the user's hold."""
-        if self.in_backward or self.has_unseen_backward:
-            self.is_user_held = self.is_lent
+        """The engine is done; this ends the user's hold, also if backward did not enter the group.
+
+        Code may use parameters that it has unsharded without the module's forward (fused losses,
+        adapters). Ranks must agree, so it does not matter whether gradients came.
+        """
+        self.is_user_held = self.is_lent
         self.in_backward = self.in_recompute = False
         self.has_unseen_backward = self.awaits_other_modules = False
         self.num_recomputed = 0

@@ -207,3 +207,61 @@ def calls_without_hooks() -> list[int]:
 
 def test_nothing_is_on_parameters_without_hooks(spawn: Spawn) -> None:
     assert spawn(calls_without_hooks, 1) == [[1, 0, 1, 0, 0, 0]]
+
+
+# --- hooks that a module adds in its forward, on the parameters that it sees there ----------------
+
+
+class Doubling(nn.Module):
+    """A layer whose first forward hooks its parameters, as shared adapters of experts do."""
+
+    def __init__(self, *, anew: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.anew = anew
+        self.handles: list[typing.Any] = []
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.anew:
+            while self.handles:
+                self.handles.pop().remove()
+        if not self.handles:
+            for param in self.linear.parameters():
+                self.handles.append(param.register_post_accumulate_grad_hook(self.double))
+        return torch.tanh(self.linear(x))
+
+    def double(self, param: Tensor) -> None:
+        assert param.grad is not None
+        assert param.grad.shape in ((5, 5), (5,))
+        param.grad.mul_(2)
+        self.num_calls += 1
+
+
+def double_in_forward(anew: bool) -> None:
+    model = nn.Sequential(Doubling(anew=anew), Doubling(anew=anew), nn.Linear(5, 3)).double()
+    plain = copy.deepcopy(model)
+    mesh = make_mesh((dist.get_world_size(),))
+    for layer in model[:2]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for step in range(1, 4):
+        batches = torch.randn(mesh.size(), 4, 5, dtype=torch.float64)
+        model(batches[mesh.get_rank()]).square().mean().backward()
+        plain(batches).square().mean().backward()
+        for own, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), whole.grad)  # type: ignore[union-attr]
+        assert [layer.num_calls for layer in model[:2]] == [2 * step] * 2
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["once", "anew in each step"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_hook_added_in_a_forward_changes_the_gradient(
+    spawn: Spawn,
+    world_size: int,
+    anew: bool,
+) -> None:
+    """The gradient is taken after it ran, also the first time."""
+    spawn(double_in_forward, world_size, anew)

@@ -199,12 +199,12 @@ def add_first_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> N
     handle = tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
     for key in [key for key in hooks if key != handle.id]:
-        _move_to_end(hooks, key)
+        move_to_end(hooks, key)
     if tensor.is_leaf:
         tensor._backward_hooks = hooks
 
 
-def _move_to_end(hooks: Any, key: int) -> None:
+def move_to_end(hooks: Any, key: int) -> None:
     """Have a hook run last: torch goes by when they came in, not by `OrderedDict.move_to_end`."""
     hooks[key] = hooks.pop(key)
 
@@ -213,7 +213,7 @@ def run_last(tensor: Tensor, handle: Any) -> None:
     """Have a hook on a tensor's gradient run after all that are there now, if it is there."""
     hooks: Any = tensor._backward_hooks
     if handle.id in hooks:
-        _move_to_end(hooks, handle.id)
+        move_to_end(hooks, handle.id)
 
 
 def tensor_hooks(tensor: Tensor) -> Any:

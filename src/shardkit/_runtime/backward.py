@@ -279,14 +279,18 @@ class Backward:
         self._leave(group, actions)
         # A parameter without a gradient by now is not used. A run for chosen tensors may bring no
         # gradients at all, as ``autograd.grad`` does: then nothing is reduced.
-        if state.is_complete or not group.is_trainable or not self._any_fired:
+        if state.is_complete or not group.is_trainable:
             return
         comes_later = not is_last and (
             not in_own_run
             or state.awaits_other_modules
             or self._schedule.awaits_backward(group.index)
         )
-        if not comes_later:
+        if comes_later:
+            return
+        if hooks.at_once and (state.num_arrived == 0 or state.num_arrived < state.num_expected):
+            self._take_set_by_hand(group)
+        if self._any_fired and not state.is_complete:
             self._complete(group)
 
     def _comes_again(self, group: ParamGroup) -> bool:
@@ -315,6 +319,15 @@ class Backward:
         self._gathers.carry_out(actions)
         if not self._schedule.stays_shown(group.index):
             group.show(unsharded=False)
+
+    def _take_set_by_hand(self, group: ParamGroup) -> None:
+        """Take gradients that the user's code has set on parameters, which no hook reports.
+
+        A pipeline sets those of weights itself, and they are taken at the end of its step.
+        """
+        state = self._schedule.states[group.index]
+        if not (state.is_complete or state.is_lent):
+            group.grad_hooks.take_left()
 
     def _complete(self, group: ParamGroup) -> None:
         self._schedule.states[group.index].is_complete = True
@@ -385,7 +398,11 @@ class Backward:
         """Handle the end of the engine's run: reduce the rest, assign gradients, free memory."""
         for group in reversed(self._groups):  # As backward comes to them.
             group.grad_hooks.flush()
-            self._any_fired |= self._schedule.states[group.index].num_arrived > 0
+            state = self._schedule.states[group.index]
+            is_missed = state.num_arrived == 0 and self._inside[group.index]
+            if is_missed or state.num_arrived < state.num_expected:
+                self._take_set_by_hand(group)
+            self._any_fired |= state.num_arrived > 0
         if self._any_fired:
             self._reductions.finish_backward()
         else:

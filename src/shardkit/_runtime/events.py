@@ -143,7 +143,8 @@ class GradHooks:
 
     Attributes:
         run: Number of the engine's run in which backward entered the group; -1: in none.
-        nested: Parameters whose gradients came in runs inside of that one, and were not taken yet.
+        nested: Parameters whose gradients were not taken yet, because they came in runs inside of
+            that one, or before the user's hooks ran.
     """
 
     def __init__(self, group: Any, *, at_once: bool) -> None:
@@ -176,7 +177,9 @@ class GradHooks:
             return
         self.at_once = True
         for param, of, index in self._places.values():
-            _add_hook(param, functools.partial(_take_grad, self._group, of, index, self._layer))
+            own: list[Any] = []
+            take = functools.partial(_take_grad, self._group, of, index, self._layer, own)
+            own.append(_add_hook(param, take))
 
     def hold(self, counts: GroupState, notify: Callable[[Any], None], *, at_first: bool) -> None:
         """From now on hold and count gradients, and report only when half of them have come.
@@ -255,10 +258,10 @@ def _notes_arrival(group_ref: weakref.ref[Any], arrived: list[Tensor]) -> Callab
     return note
 
 
-def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
     """Register a post-accumulate-grad hook, even on a parameter that is frozen for now."""
     with while_trainable(param):
-        param.register_post_accumulate_grad_hook(hook)
+        return param.register_post_accumulate_grad_hook(hook)
 
 
 def _take_grad(
@@ -266,11 +269,22 @@ def _take_grad(
     gradients_ref: weakref.ref[BucketGradients],
     index: int,
     layer: _Layer,
+    own: list[Any],
     param: Tensor,
 ) -> None:
-    """Take a gradient from an unsharded parameter, as its hook."""
+    """Take a gradient from an unsharded parameter, as its hook, of which `own` has the handle.
+
+    Code in a forward sees the unsharded parameter, and may add hooks there that want the gradient.
+    The first time they run after this one, so the gradient stays for them.
+    """
     group, gradients, grad = group_ref(), gradients_ref(), param.grad
     if group is None or gradients is None or grad is None:
+        return
+    (handle,) = own
+    hooks = handle.hooks_dict_ref()
+    if next(reversed(hooks)) != handle.id:
+        torch_autograd.move_to_end(hooks, handle.id)
+        group.grad_hooks.nested.append(param)
         return
     if group.grad_hooks.run not in (-1, torch_autograd.current_run()):
         group.grad_hooks.nested.append(param)

@@ -111,9 +111,10 @@ class ReplicatedTensor(Tensor):
         """`Replicate` for each mesh axis."""
         return self.spec.replicas
 
-    def to_local(self) -> Tensor:
-        """Return the whole tensor."""
-        return self.as_subclass(Tensor)
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """Return the whole tensor; see `ShardedTensor.full_tensor`."""
+        whole = self.as_subclass(Tensor)
+        return whole if grad_placements is None else _summing(whole, self.spec, grad_placements)
 
     full_tensor = to_local
 
@@ -414,11 +415,24 @@ class ShardedTensor(ClientAnswers):
         if grad is not None:
             self.grad = grad.to(self.dtype)
 
-    def to_local(self) -> Tensor:
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """Return this rank's piece: 1-D, maybe empty; it shares memory with this tensor.
 
         It is differentiable: the gradient of the piece becomes this rank's piece of the gradient.
+
+        Args:
+            grad_placements: Placements of the gradient: the tensor's own, or None.
+
+        Raises:
+            ShardedTensorError: They are others.
         """
+        if grad_placements is not None and tuple(grad_placements) != self.placements:
+            msg = (
+                f"to_local of sharded {self.spec.name!r} cannot take grad_placements="
+                f"{tuple(grad_placements)}: the gradient of a piece is a piece, so only the "
+                f"tensor's own placements are possible. full_tensor takes others."
+            )
+            raise ShardedTensorError(msg)
         if self._is_followed():
             spec = self.spec
             return _linear(
@@ -426,7 +440,7 @@ class ShardedTensor(ClientAnswers):
             )
         return self.local_piece
 
-    def full_tensor(self) -> Tensor:
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """Return the whole tensor, in its global shape, on every rank.
 
         Call it on all ranks of the shard axis, and of the axes that a tensor-parallel parameter is
@@ -436,13 +450,22 @@ class ShardedTensor(ClientAnswers):
         For a frozen parameter over several tensors (quantized weights) the result is a tensor of
         the parameter's own class, in memory of its own.
 
+        Args:
+            grad_placements: Placements of the gradient, as for a DTensor: one of torch for each
+                axis of the mesh. Over axes with ``Partial()`` gradients are summed, not averaged.
+
+        Raises:
+            ShardedTensorError: The placements are not ``Partial()`` or ``Replicate()``, or there is
+                a ``Partial()`` for an axis of tensor parallelism.
+
         Cost: one all-gather of at most twice the tensor's bytes, or a broadcast per owner if few
         ranks own the tensor; then one more for each axis of tensor parallelism that splits it.
         """
         if self._is_followed():
             # Gradients differ between ranks: they are averaged and cut.
             cut = _GradientCut(self.spec, may_be_number=False)
-            return _linear(self, ShardedTensor.whole_values, cut)
+            whole = _linear(self, ShardedTensor.whole_values, cut)
+            return whole if grad_placements is None else _summing(whole, self.spec, grad_placements)
         whole = self.whole_values()
         packing = self.spec.packing
         if packing is not None and whole.dtype == torch.uint8:
@@ -578,6 +601,26 @@ def _linear(tensor: Tensor, function: _Map, back: _Map) -> Tensor:
     return result
 
 
+def _summing(whole: Tensor, spec: ShardSpec, grad_placements: Any) -> Tensor:
+    """Return a whole tensor whose gradients are summed over axes with Partial(), not averaged."""
+    axes, placements = spec.data_parallel_axes, tuple(grad_placements)
+    summed = [getattr(placement, "reduce_op", None) for placement in placements]
+    of_data = zip(axes, summed, strict=False)
+    is_possible = len(placements) == spec.mesh.ndim and all(
+        placement.is_replicate() or (op in ("sum", "avg") and index < len(axes))
+        for index, (placement, op) in enumerate(zip(placements, summed, strict=True))
+    )
+    if not is_possible:
+        msg = (
+            f"full_tensor of sharded {spec.name!r} got grad_placements={placements}: expected "
+            f"{spec.mesh.ndim} of Partial() and Replicate(), and Partial() for the first "
+            f"{len(axes)} only. Without them gradients are averaged over the ranks."
+        )
+        raise ShardedTensorError(msg)
+    number = math.prod(axis.size for axis, op in of_data if op == "sum")
+    return _linear(whole, lambda each: each.view_as(each), lambda grad: grad * number)
+
+
 def _cut(whole: Tensor, spec: ShardSpec, *, may_be_number: bool) -> Tensor:
     """Return the average of whole tensors over the ranks, cut; differentiable."""
     return _linear(
@@ -654,4 +697,16 @@ def from_piece(piece: Tensor, spec: ShardSpec) -> Tensor:
     """Return the sharded tensor of which this rank has a piece, without a copy; differentiable."""
     return _linear(
         piece, lambda own: ShardedTensor(own.detach(), spec), lambda grad: grad.to_local()
+    )
+
+
+def cut_whole(whole: Tensor, spec: ShardSpec) -> Tensor:
+    """Return this rank's part, in new memory, of a tensor that is equal on all ranks.
+
+    Differentiable. Cost of backward: that of `full_tensor`.
+    """
+    return _linear(
+        whole,
+        lambda each: ShardedTensor(spec.slice_full(each).to(spec.device, copy=True), spec),
+        lambda grad: grad.full_tensor(),
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh as torch_mesh
 
 from shardkit._compat import torch_groups
 from shardkit._mesh import DeviceMesh
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-    from torch.distributed import device_mesh as torch_mesh
 
     from shardkit.backends.base import AllToAll, Gather, Handle, PeerAxis, Reduction
     from shardkit.backends.watch.watchdog import Issued
@@ -213,6 +213,16 @@ class ProcessGroupBackend(Backend):
     def is_current(self) -> bool:
         """Whether the process groups have not been destroyed."""
         return self._world is dist.group.WORLD
+
+    def as_torch(self, mesh: DeviceMesh) -> torch_mesh.DeviceMesh:
+        """Return the mesh of this backend as one of torch, over the same process groups."""
+        if self._axes == tuple(range(self._mesh.ndim)):
+            return self._mesh
+        names = mesh.mesh_dim_names or tuple(f"axis_{index}" for index in range(mesh.ndim))
+        groups = mesh.get_all_groups()
+        return torch_mesh.DeviceMesh.from_group(
+            groups, mesh.device_type, mesh.mesh, mesh_dim_names=names
+        )
 
     def process_group(self, axis: int) -> dist.ProcessGroup:
         """Return torch's process group of one axis."""

@@ -123,14 +123,22 @@ def test_a_group_unsharded_by_hand_is_not_gathered_again_and_its_forward_gives_i
     ]
 
 
-def test_a_group_unsharded_by_hand_outlives_steps_that_do_not_use_it() -> None:
+def test_a_group_unsharded_by_hand_outlives_forwards_that_do_not_use_it() -> None:
     schedule = UnshardSchedule()
     schedule.unshard(3)
+    for _ in range(2):
+        forward(schedule, [1, 2], needs_backward=False)
+        assert schedule.live == (3,)
+        assert schedule.in_use(3)
+
+
+def test_backward_gives_back_a_group_unsharded_by_hand_that_it_does_not_enter() -> None:
+    """Its parameters may be used outside of its forward."""
+    schedule = UnshardSchedule()
     forward(schedule, [1, 2])
-    backward(schedule, [1, 2])
-    forward(schedule, [1, 2], needs_backward=False)
-    assert schedule.live == (3,)
-    assert schedule.in_use(3)
+    schedule.unshard(3)
+    assert backward(schedule, [1, 2])[-1] == "end: free 3"
+    assert schedule.live == ()
 
 
 def test_what_the_user_resharded_in_backward_is_not_freed_again() -> None:
