@@ -156,7 +156,7 @@ def load_train_and_save(folder: str, kind: str, sizes: dict[str, int]) -> None:
         assert_equal(model, load(loader, f"{folder}/trained", None))
         model.save_pretrained(f"{folder}/pieces", distributed_checkpoint=True)
         dist.barrier()
-        assert_equal(model, load(loader, f"{folder}/pieces", sizes))
+        assert_equal(model, load(loader, f"{folder}/pieces", {"fsdp_size": ranks}))
 
 
 @pytest.mark.parametrize("kind", MODELS)
