@@ -176,7 +176,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.backward_runs and not self.in_recompute)
     @rule()
     def end_backward(self) -> None:
-        self.by_hand -= {*self.in_backward}
+        self.by_hand.clear()
         self.in_backward.clear()
         self.backward_runs = False
         # The root may go backward inside its forward, and return another loss.
