@@ -281,6 +281,7 @@ _MAX_PAUSE_S = 30.0
 _MORE_WORDS = 6.0  # A wait is logged again when it has become this many times as long.
 _END_S = 6.0
 _END_OF_GROUP_S = 2.0  # A user waits for this.
+_LAST_WORKS_S = 0.05
 _STUCK_S = 2.0
 _RETRY_S = 5.0
 _RAISED_S = 5.0
@@ -941,3 +942,7 @@ def _say_goodbye(pid: int) -> None:
         _current.close("raised" if _current.has_raised else "ended")
         _current.linger()
         _current.end_threads()
+        if _current.world_size > 1:
+            # Gloo's threads may be about to free collectives that hold objects of Python. When
+            # Python has begun to end, that would abort the process (pytorch/pytorch#190489).
+            time.sleep(_LAST_WORKS_S)

@@ -328,6 +328,27 @@ def test_rank_0_waits_for_the_ends_of_ranks_that_may_need_its_store(
     assert (time.monotonic() - begun >= 1.0) == waits
 
 
+def test_threads_of_engines_may_free_their_last_works_before_python_ends(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_current", watchdog)
+    watchdog._store.set("end/1", "")  # noqa: SLF001 - the other rank has ended
+    seen, ended = [0], threading.Event()
+
+    def run() -> None:
+        """Need Python again and again, as such threads do."""
+        while not ended.is_set():
+            time.sleep(0.001)
+            seen[0] += not any(thread.is_alive() for thread in watchdog._threads)  # noqa: SLF001
+
+    other = threading.Thread(target=run)
+    other.start()
+    module._say_goodbye(os.getpid())  # noqa: SLF001 - what `atexit` calls
+    ended.set()
+    other.join()
+    assert seen[0] >= 10
+
+
 def test_an_exception_that_another_hook_shows_is_told_to_the_others(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
