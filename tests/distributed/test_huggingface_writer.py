@@ -43,3 +43,13 @@ def test_whole_tensors_are_written(spawn: Spawn, tmp_path: pathlib.Path, ranks: 
 
 def test_tied_parameters_are_written(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     spawn(write, 2, str(tmp_path), True)
+
+
+def write_a_number(folder: str) -> None:
+    model = fully_shard(nn.Linear(7, 5))
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+    dcp.save({**model.state_dict(), "step": 3}, storage_writer=writer)
+
+
+def test_what_is_no_tensor_does_not_disturb(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(write_a_number, 2, str(tmp_path))

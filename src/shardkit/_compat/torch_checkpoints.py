@@ -179,7 +179,7 @@ def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any
     seen: dict[object, int] = {}
     for item in plan.items:
         parts = [item.index.fqn]
-        if "shard_index" in plan.storage_data:
+        if "shard_index" in plan.storage_data and item.tensor_data is not None:
             parts.append(planner.resolve_data(item).data_ptr())
         number = 1 + max(seen.get(part, -1) for part in parts)
         seen.update(dict.fromkeys(parts, number))
