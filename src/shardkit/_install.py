@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -88,6 +89,15 @@ class Installed:
         finder = when_imported(name, then)
         self.at_undo(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
 
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Undo everything if the ``with`` block raises."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+
     def undo(self) -> None:
         """Give torch's names back. Models that are sharded do not change.
 
@@ -168,12 +178,9 @@ def install() -> Installed:
             "still torch's, so call shardkit.install() first.",
             ", ".join(sorted(before)),
         )
-    try:
+    with installed.all_or_nothing():
         for package in _COMPANIONS:
             installed.after_import(package, functools.partial(_bring_along, installed))
-    except BaseException:
-        installed.undo()
-        raise
     return installed
 
 

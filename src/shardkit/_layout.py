@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,53 +97,36 @@ class Part:
     group, one after the other (gate and up weights in one tensor).
 
     Attributes:
-        shape: Shape of the part.
-        offsets: Position in the tensor where the part begins, for each dim; where there are groups,
-            in each group.
-        dim: Dim of the groups.
-        num_groups: Number of groups.
-        group_size: Size of a group of the tensor along `dim`.
+        shape: Shape of the part, with a dim for the number of groups if there are several.
+        offsets: Position in the tensor, or in each group, where the part begins, for each dim.
+        group_dim: The dim for the number of groups; None: there is one group.
+        group_size: Size of a group of the tensor along its dim.
     """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    dim: int = 0
-    num_groups: int = 1
+    group_dim: int | None = None
     group_size: int = 0
 
     def boxes(self, start: int, stop: int) -> list[Box]:
         """Return the boxes of the tensor that make up [start, stop) of the flattened part."""
-        boxes = boxes_of_range(self.by_groups, start, stop)
-        if self.num_groups > 1:
-            boxes = [each for box in boxes for each in self._of_one_group(box)]
-        return [
-            Box(
-                tuple(i + o for i, o in zip(b.offsets, self.offsets, strict=True)), b.sizes, b.start
-            )
-            for b in boxes
+        boxes = [
+            Box(tuple(map(operator.add, box.offsets, self.offsets)), box.sizes, box.start)
+            for box in boxes_of_range(self.shape, start, stop)
         ]
+        if self.group_dim is None:
+            return boxes
+        return [each for box in boxes for each in self._of_one_group(box, self.group_dim)]
 
-    @property
-    def by_groups(self) -> tuple[int, ...]:
-        """The shape with a dim for the number of groups, if there are several."""
-        if self.num_groups == 1:
-            return self.shape
-        before, size, behind = (
-            self.shape[: self.dim],
-            self.shape[self.dim],
-            self.shape[self.dim + 1 :],
-        )
-        return (*before, self.num_groups, size // self.num_groups, *behind)
-
-    def _of_one_group(self, box: Box) -> Iterator[Box]:
-        """Yield the boxes of a box of `by_groups`, each of one group, in the tensor's dims."""
-        at = self.dim + 1
+    def _of_one_group(self, box: Box, group_dim: int) -> Iterator[Box]:
+        """Yield the boxes of a box of several groups, each of one group, in the tensor's dims."""
+        at = group_dim + 1
         numel = math.prod(box.sizes[at:])
         outer = (range(o, o + s) for o, s in zip(box.offsets[:at], box.sizes[:at], strict=True))
         for number, (*index, group) in enumerate(itertools.product(*outer)):
             first, *rest = box.offsets[at:]
             offsets = (*index, group * self.group_size + first, *rest)
-            yield Box(offsets, (*(1,) * self.dim, *box.sizes[at:]), box.start + number * numel)
+            yield Box(offsets, (*(1,) * group_dim, *box.sizes[at:]), box.start + number * numel)
 
 
 # --- flat layouts ---------------------------------------------------------------------------------

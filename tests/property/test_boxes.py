@@ -97,9 +97,9 @@ def test_a_part_may_be_a_chunk_of_each_group(
     whole = torch.arange(math.prod(shape) * num_groups * num_chunks)
     first = data.draw(st.integers(0, num_chunks - 1)) * chunk
     grouped = whole.view(*shape[:dim], num_groups, group_size, *behind)
-    held = grouped.narrow(dim + 1, first, chunk).flatten(dim, dim + 1)
-    offsets = tuple(first if each == dim else 0 for each in range(len(shape)))
-    part = Part(tuple(held.shape), offsets, dim, num_groups, group_size)
+    held = grouped.narrow(dim + 1, first, chunk)
+    offsets = tuple(first if each == dim + 1 else 0 for each in range(held.ndim))
+    part = Part(tuple(held.shape), offsets, dim, group_size)
     start = data.draw(st.integers(0, held.numel()))
     stop = data.draw(st.integers(start, held.numel()))
     found, at = [], 0

@@ -207,9 +207,9 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
 
     Raises:
         WrapError: A module is a container without forward, or is wrapped twice. Or a parameter is
-            on another device, has sparse gradients, is a DTensor with other placements than Shard
-            and Replicate, is held by another group in another place (tied weights), or cannot be
-            exchanged in place. The module is as it was.
+            on another device, has sparse gradients, is a DTensor with a placement such as Partial,
+            is held by another group in another place (tied weights), or cannot be exchanged in
+            place. The module is as it was.
         MeshError: There is no process group, or the mesh does not hold this rank, has more than two
             axes, or shares an axis with the mesh of a DTensor. The same holds for the mesh of a
             single parameter, which must be a part of `mesh` if the parameter is a plain one.

@@ -369,10 +369,20 @@ class ShardSpec:
             return full.new_empty(0)
         if full.is_contiguous() or full.ndim == 0:
             return full.reshape(-1)[start:stop]
-        row_numel = full.numel() // full.shape[0]  # Only rows of the piece are copied.
-        first, last = start // row_numel, -(-stop // row_numel)
-        rows = full[first:last].reshape(-1)
-        return rows[start - first * row_numel : stop - first * row_numel]
+        return self.piece_in(full[self.rows])  # Only rows of the piece are copied.
+
+    @property
+    def rows(self) -> slice:
+        """Rows that hold the piece, at least one, of a tensor with elements that is cut by rows."""
+        num_rows, *behind = self.layout.shapes[self.index]
+        row_numel = math.prod(behind)
+        first = min(self.start // row_numel, num_rows - 1)
+        return slice(first, max(-(-self.stop // row_numel), first + 1))
+
+    def piece_in(self, rows: Tensor) -> Tensor:
+        """Return this rank's piece of a tensor's `rows`: 1-D, a view if possible."""
+        before = self.rows.start * math.prod(rows.shape[1:])
+        return rows.reshape(-1)[self.start - before : self.stop - before]
 
     def local_indices(self, places: Tensor) -> Tensor:
         """Return the positions in this rank's piece of elements of the flattened whole.

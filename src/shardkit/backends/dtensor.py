@@ -56,8 +56,13 @@ class Split:
         start = min(self.axis.rank * self.chunk, self.size)
         return start, min(start + self.chunk, self.size)
 
-    def _by_groups(self, tensor: Tensor, act: Callable[[Split, Tensor], Tensor]) -> Tensor:
-        """Act on a tensor that has a dim for the groups."""
+    def by_groups(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a shape with a dim for the groups before their own."""
+        before, size, behind = shape[: self.dim], shape[self.dim], shape[self.dim + 1 :]
+        return (*before, self.num_groups, size // self.num_groups, *behind)
+
+    def _in_each_group(self, tensor: Tensor, act: Callable[[Split, Tensor], Tensor]) -> Tensor:
+        """Act on a tensor along the dim of its groups."""
         within = replace(self, dim=self.dim + 1, num_groups=1)
         grouped = tensor.unflatten(self.dim, (self.num_groups, -1))
         return act(within, grouped).flatten(self.dim, self.dim + 1)
@@ -65,7 +70,7 @@ class Split:
     def cut(self, tensor: Tensor) -> Tensor:
         """Return this rank's chunk, a view unless there are several groups."""
         if self.num_groups > 1:
-            return self._by_groups(tensor, Split.cut)
+            return self._in_each_group(tensor, Split.cut)
         start, stop = self.owned_range
         return tensor.narrow(self.dim, start, stop - start)
 
@@ -74,7 +79,7 @@ class Split:
         if self.axis.size == 1:
             return chunk
         if self.num_groups > 1:
-            return self._by_groups(chunk, Split.gather)
+            return self._in_each_group(chunk, Split.gather)
         first = chunk.movedim(self.dim, 0)
         chunks = first.new_zeros(self.axis.size, self.chunk, *first.shape[1:])
         own = chunks[self.axis.rank]
@@ -180,13 +185,16 @@ class TensorParallel:
         offsets = [0] * len(self.shape)
         for split in self.splits:
             offsets[split.dim] += split.owned_range[0]
-        part = Part(self.local_shape, tuple(offsets))
-        for split in self.splits:
-            if split.num_groups > 1:
-                part = replace(
-                    part, dim=split.dim, num_groups=split.num_groups, group_size=split.size
-                )
-        return part
+        cut = self.grouped
+        if cut is None:
+            return Part(self.local_shape, tuple(offsets))
+        offsets.insert(cut.dim, 0)
+        return Part(cut.by_groups(self.local_shape), tuple(offsets), cut.dim, cut.size)
+
+    @property
+    def grouped(self) -> Split | None:
+        """The cut of several groups, of which there is at most one."""
+        return next((split for split in self.splits if split.num_groups > 1), None)
 
     def check(self, name: str, param: Any, mesh: DeviceMesh) -> None:
         """Refuse a parameter that cannot be sharded over `mesh`.
@@ -214,12 +222,11 @@ class TensorParallel:
                     f"nn.Parameter(param.redistribute(placements=[Replicate()]))."
                 )
                 raise WrapError(msg)
-        grouped = [split for split in self.splits if split.num_groups > 1]
-        dims = [split.dim for split in self.splits]
-        if grouped and (
-            len(grouped) > 1
-            or dims.count(grouped[0].dim) > 1
-            or self.shape[grouped[0].dim] % (grouped[0].num_groups * grouped[0].axis.size)
+        cut = self.grouped
+        others = [split for split in self.splits if split is not cut]
+        if cut is not None and (
+            any(split.num_groups > 1 or split.dim == cut.dim for split in others)
+            or self.shape[cut.dim] % (cut.num_groups * cut.axis.size)
         ):
             msg = (
                 f"parameter {name!r} is a DTensor of shape {self.shape} with placements "
@@ -251,16 +258,12 @@ class TensorParallel:
     def part_indices(self, places: Tensor) -> Tensor:
         """Return where elements of the flattened whole are in the flattened part; -1: nowhere."""
         result, is_here = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
-        part = self.part
-        for dim, size in enumerate(self.shape):
-            is_grouped = part.num_groups > 1 and dim == part.dim
-            num_groups = part.num_groups if is_grouped else 1
-            along = places // math.prod(self.shape[dim + 1 :]) % size
-            group, along = along // (size // num_groups), along % (size // num_groups)
-            along -= part.offsets[dim]
-            chunk = part.shape[dim] // num_groups
-            is_here &= (along >= 0) & (along < chunk)
-            result += (group * chunk + along) * math.prod(part.shape[dim + 1 :])
+        part, split = self.part, self.grouped
+        shape = self.shape if split is None else split.by_groups(self.shape)
+        for dim, size in enumerate(shape):
+            along = places // math.prod(shape[dim + 1 :]) % size - part.offsets[dim]
+            is_here &= (along >= 0) & (along < part.shape[dim])
+            result += along * math.prod(part.shape[dim + 1 :])
         return torch.where(is_here, result, -1)
 
     def to_whole(self, part: Tensor) -> Tensor:

@@ -74,12 +74,8 @@ def use() -> Installed:
     if _in_use:
         return used
     _refuse_too_late()
-    try:
-        with replacing("accelerate"):
-            _replace_all(used)
-    except BaseException:
-        used.undo()
-        raise
+    with used.all_or_nothing(), replacing("accelerate"):
+        _replace_all(used)
     return used
 
 

@@ -66,8 +66,13 @@ def use() -> Installed:
     """
     check_version("transformers")
     used = Installed()
-    if _in_use:
-        return used
+    if not _in_use:
+        with used.all_or_nothing():
+            _replace_all(used)
+    return used
+
+
+def _replace_all(used: Installed) -> None:
     _in_use.append(used)
     used.at_undo(_in_use.clear)
     used.at_undo(install().undo)
@@ -75,7 +80,6 @@ def use() -> Installed:
     used.after_import("transformers.modeling_utils", functools.partial(_keep_missing, used))
     used.after_import("transformers.distributed.mixin", functools.partial(_shard_tied, used))
     used.after_import("transformers.distributed.checkpoint", functools.partial(_save_pieces, used))
-    return used
 
 
 def _shard_tied(used: Installed, mixin: Any) -> None:
@@ -105,8 +109,9 @@ def _shard_tied(used: Installed, mixin: Any) -> None:
 def _is_dequantized(config: Any) -> bool:
     """Return whether quantized files are loaded into weights that are not quantized."""
     given = getattr(config, "quantization_config", None)
-    settings = given if isinstance(given, dict) else vars(given or object)
-    return bool(settings.get("dequantize"))
+    if isinstance(given, dict):
+        return bool(given.get("dequantize"))
+    return bool(getattr(given, "dequantize", False))
 
 
 def _save_pieces(used: Installed, checkpoint: Any) -> None:
@@ -180,7 +185,7 @@ class Stored:
         """Read this rank's piece, and keep it."""
         spec = self.spec
         if spec.packing is not None or spec.is_traced or not self.shape:
-            self.piece = _piece_of(spec, self.read(), None)
+            self.piece = _own(spec.slice_full(self.read()))
             return
         self.piece = torch.empty(spec.piece_numel, dtype=self._dtype, device=spec.device)
         for box in boxes_of_piece(spec):
@@ -217,24 +222,8 @@ class _PieceOperation:
         return stored
 
 
-def _rows_of(spec: ShardSpec) -> slice | None:
-    """Return the rows of a parameter that hold this rank's piece, at least one; None: all."""
-    is_cut_by_rows = spec.tensor_parallel is None and spec.packing is None and not spec.is_traced
-    numel = math.prod(spec.shape)
-    if not is_cut_by_rows or not spec.shape or not numel:
-        return None
-    row_numel = numel // spec.shape[0]
-    first = min(spec.start // row_numel, spec.shape[0] - 1)
-    return slice(first, max(-(-spec.stop // row_numel), first + 1))
-
-
-def _piece_of(spec: ShardSpec, values: Tensor, rows: slice | None) -> Tensor:
-    """Return this rank's piece, in memory of its own, of a whole parameter or of its rows."""
-    if rows is None:
-        piece = spec.slice_full(values)
-    else:
-        before = rows.start * math.prod(spec.shape[1:])
-        piece = values.reshape(-1)[spec.start - before : spec.stop - before]
+def _own(piece: Tensor) -> Tensor:
+    """Return a piece in memory of its own, without the rest of what was read."""
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -280,7 +269,10 @@ def _rows_to_convert(
         kind in _KEEP_ROWS and _KEEP_ROWS[kind](op)
         for kind, op in zip(kinds, converter.operations, strict=True)
     )
-    if not keeps_rows or len(converter.target_patterns) != 1 or len(spec.shape) == 1:
+    is_cut_by_rows = spec.tensor_parallel is None and spec.packing is None and not spec.is_traced
+    if not keeps_rows or not is_cut_by_rows or len(converter.target_patterns) != 1:
+        return None
+    if len(spec.shape) == 1 or not math.prod(spec.shape):
         return None
     num_rows = spec.shape[0]
     if "MergeModulelist" in kinds:
@@ -293,7 +285,7 @@ def _rows_to_convert(
             for tensors in collected.values()
             for each in tensors
         )
-    return _rows_of(spec) if has_all else None
+    return spec.rows if has_all else None
 
 
 def _are_rows(spec: ShardSpec, tensors: list[Stored]) -> bool:
@@ -317,14 +309,16 @@ def _setting(original: Callable[..., None]) -> Callable[..., None]:
             return
         loading_info.missing_keys.discard(target_name)
         rows = _rows_read.pop(param.spec, None)
+        num_rows = param.shape[:1] if rows is None else (rows.stop - rows.start,)
         if isinstance(param_value, Stored):
             piece = param_value.piece
-        elif rows is None:
-            fits = param_value.shape == param.shape
-            piece = _piece_of(param.spec, param_value, None) if fits else None
+        elif param_value.shape == (*num_rows, *param.shape[1:]):
+            spec = param.spec
+            piece = _own(
+                spec.slice_full(param_value) if rows is None else spec.piece_in(param_value)
+            )
         else:
-            fits = param_value.shape == (rows.stop - rows.start, *param.shape[1:])
-            piece = _piece_of(param.spec, param_value, rows) if fits else None
+            piece = None
         if piece is None:
             loading_info.mismatched_keys.add((target_name, param_value.shape, param.shape))
             return

@@ -176,8 +176,7 @@ class Spread:
         if self.parts is None:
             numel = self.layout.numels[self.index]
             return (numel,), [Box((start,), (stop - start,), 0)] if stop > start else []
-        part = self.parts[member]
-        return self.shape, part.part.boxes(start, stop)
+        return self.shape, self.parts[member].part.boxes(start, stop)
 
 
 class Traffic(NamedTuple):
