@@ -553,6 +553,7 @@ class UnshardSchedule:
         visited: Groups of several modules that forwards have left, and after which no other group
             was entered. They keep their memory: ranks may run different modules of them, so no rank
             may decide by which modules have run.
+        is_held: Whether `hold` is on.
     """
 
     def __init__(self, *, nbytes: Sequence[int] = (), is_idle: bool = False) -> None:
@@ -573,7 +574,7 @@ class UnshardSchedule:
         self._kept: set[int] = self.options.no_reshard_after_forward
         self._order = ForwardOrder()
         self._pending = PendingBackwards()
-        self._hold = False
+        self.is_held = False
 
     def set_sizes(self, nbytes: Sequence[int], *, is_idle: bool) -> None:
         """Set new sizes, between passes."""
@@ -713,7 +714,7 @@ class UnshardSchedule:
         for state in self.states.values():
             state.end_pass()
         self.visited.clear()
-        if self._hold:
+        if self.is_held:
             return []
         doomed = [s for s in self._spare() if not needs_backward or s.memory is Memory.PREFETCHED]
         return self._free_all(doomed) + self._trim_spare()
@@ -814,7 +815,7 @@ class UnshardSchedule:
         self, state: GroupState, in_pass: int | None, *, is_last: bool
     ) -> list[Action]:
         group = state.number
-        if self._hold or state.num_forwards or state.is_lent:
+        if self.is_held or state.num_forwards or state.is_lent:
             return []
         state.awaits_other_modules = group in self.options.several_modules and (
             state.num_recomputed > 0 or self._pending.awaits(group, in_pass)
@@ -840,7 +841,7 @@ class UnshardSchedule:
             if state.has_unreported_exit:
                 state.is_retained = is_retained
                 state.has_unreported_exit = is_retained or self._pending.awaits(state.number)
-        if self._hold:
+        if self.is_held:
             return []
         for group in self.options.no_reshard_after_backward.intersection(self._live):
             self._rest(group)
@@ -848,7 +849,7 @@ class UnshardSchedule:
 
     def hold(self, *, on: bool) -> None:
         """Free nothing: a graph of the backward itself (``create_graph=True``) reads the memory."""
-        self._hold = on
+        self.is_held = on
 
     # --- by hand ---
 
@@ -886,7 +887,7 @@ class UnshardSchedule:
         self._early.clear()
         self._pending.clear()
         self._order.clear()
-        self._hold = False
+        self.is_held = False
         return actions
 
     # --- parts ---
@@ -946,7 +947,7 @@ class UnshardSchedule:
 
     def _trim_spare(self, room: int = 0) -> list[Action]:
         """Free used spare groups, oldest first, until `room` more fit; prefetched groups stay."""
-        if self._hold:
+        if self.is_held:
             return []
         spare = self._spare()
         surplus = len(spare) + room - 1

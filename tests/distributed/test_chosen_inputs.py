@@ -183,6 +183,45 @@ def test_gradients_can_be_differentiated(use: str) -> None:
     assert_within([differences], grad=TOLERANCE)
 
 
+@on_ranks(2)
+def test_a_graph_of_gradients_can_be_run_many_times() -> None:
+    """Multiply with the Hessian again and again, as conjugate gradients do, and train after it."""
+    model, plain = models()
+    loss_of(model, 1).backward()
+    model.zero_grad()
+    kept = model.memory_stats()["unsharded_nbytes"]
+    differences = Differences()
+    results = []
+    for it, loss in ((model, loss_of(model, 0)), (plain, mean_loss(plain, 0))):
+        params = list(it.parameters())
+        grads = torch.autograd.grad(loss, params, create_graph=True)
+        products = [grad.detach() for grad in grads]
+        for _ in range(3):
+            products = torch.autograd.grad(grads, params, products, retain_graph=True)
+            with torch.no_grad():
+                loss_of(it, 2)
+        results.append(products)
+    for product, wanted in zip(*results, strict=True):
+        differences.note("grad", full(product), wanted)
+    loss_of(model, 1).backward()
+    mean_loss(plain, 1).backward()
+    differences.note_grads(model, plain)
+    assert_within([differences], grad=TOLERANCE)
+    assert model.memory_stats()["unsharded_nbytes"] == kept
+
+
+@on_ranks(2)
+def test_a_graph_of_gradients_after_another_backward_is_explained() -> None:
+    model, _ = models()
+    loss = loss_of(model, 0)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError) as caught:
+        sum(grad.square().sum() for grad in grads).backward()
+    (note,) = caught.value.__notes__
+    assert "If create_graph=True made its graph: run it before the next other backward" in note
+
+
 class Branches(nn.Module):
     """What rank `i` uses is layer `i`; nobody uses the last one."""
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 from models import Case
 from parity import compare_training
 from reference import Differences, assert_within, full_parameters, make_mesh, my_batch, shard
-from shardkit import ShardedTensor, fully_shard
+from shardkit import ShardedTensor
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +52,23 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: nn.GRU(6, 6),
     "rnn": lambda: nn.RNN(6, 6),
 }
+
+
+def pruned() -> nn.Linear:
+    """A layer with masks of two kinds for its weight, and one for its bias."""
+    layer = nn.Linear(6, 6)
+    prune.l1_unstructured(layer, "weight", 0.3)
+    prune.ln_structured(layer, "weight", 0.2, n=2, dim=0)
+    prune.random_unstructured(layer, "bias", 0.5)
+    return layer
+
+
+HOOKED: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: weight_norm(nn.Linear(6, 6)),
+    "spectral_norm": lambda: spectral_norm(nn.Linear(6, 6)),
+    "pruned": pruned,
+}
+"""Layers whose weights a hook computes before each forward, and leaves on the module."""
 
 
 def batch(generator: torch.Generator) -> Batch:
@@ -102,37 +119,26 @@ def test_on_a_mesh_of_two_axes(spawn: Spawn) -> None:
         assert_within(by_rank, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
 
 
+def compare_hooked(name: str) -> tuple[Differences, int]:
+    """Train beside a plain model of the same seed, and return how many masks are still zero."""
+    case = Case(lambda: Layered(HOOKED[name]()), lambda model: [model.block], batch, loss_of)
+    torch.manual_seed(0)
+    plain = case.make()
+    torch.manual_seed(0)
+    model = shard(case, case.make(), make_mesh((2,)))
+    differences = compare_training(case, model, plain, steps=STEPS)
+    assert all(isinstance(param, ShardedTensor) for param in model.parameters())
+    return differences, int((model.block[0].weight == 0).sum())
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_weights_that_hooks_compute(spawn: Spawn, name: str) -> None:
+    for differences, num_zeros in spawn(compare_hooked, 2, name):
+        assert_within([differences], loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+        assert bool(num_zeros) == (name == "pruned")
+
+
 # --- refused ------------------------------------------------------------------------------------
-
-OLD: dict[str, tuple[Callable[[nn.Module], object], str, str]] = {
-    "weight_norm": (weight_norm, "parametrizations.weight_norm", "weight_g"),
-    "spectral_norm": (spectral_norm, "parametrizations.spectral_norm", "weight_orig"),
-    "pruning": (
-        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-        "prune.remove",
-        "weight_orig",
-    ),
-}
-
-
-def shard_old(name: str) -> None:
-    layer = nn.Linear(4, 4)
-    OLD[name][0](layer)
-    before = {key: id(value) for key, value in layer.named_parameters()}
-    try:
-        fully_shard(layer)
-    finally:
-        assert {key: id(value) for key, value in layer.named_parameters()} == before
-        assert type(layer) is nn.Linear
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_older_ways_are_refused_with_the_newer_one(spawn_errors: Spawn, name: str) -> None:
-    for error in spawn_errors(shard_old, 2, name):
-        assert error.type_name == "WrapError", error
-        assert error.message.startswith(f"parameter '{OLD[name][2]}' of a Linear is used by")
-        assert "leaves the whole 'weight'" in error.message
-        assert OLD[name][1] in error.message
 
 
 class Double(nn.Module):

@@ -27,11 +27,16 @@ _COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 
 @once
-def wrap_engine(chosen: Callable[..., Any], compiled: Callable[[Any], None]) -> None:
+def wrap_engine(
+    chosen: Callable[..., Any],
+    compiled: Callable[[Any], None],
+    failed: Callable[[RuntimeError], None],
+) -> None:
     """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
 
     It gets the engine's function and its arguments. A backward for all tensors bypasses it.
-    `compiled` is called with the outputs before a backward that torch compiles.
+    `compiled` is called with the outputs before a backward that torch compiles, and `failed` with
+    an error of the engine, before it is raised.
 
     If a compiled function calls backward, torch.compile would compile the hooks that the engine
     calls, too: it is kept out of them.
@@ -44,9 +49,13 @@ def wrap_engine(chosen: Callable[..., Any], compiled: Callable[[Any], None]) -> 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(sys.modules.get(_COMPILED_AUTOGRAD), "compiled_autograd_enabled", False):
             compiled(outputs)
-        if len(args) <= position or not args[position]:
-            return original(outputs, *args, **kwargs)
-        return chosen(original, outputs, *args, **kwargs)
+        try:
+            if len(args) <= position or not args[position]:
+                return original(outputs, *args, **kwargs)
+            return chosen(original, outputs, *args, **kwargs)
+        except RuntimeError as error:
+            failed(error)
+            raise
 
     autograd._engine_run_backward = torch_modules.untraced(run)
 

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
-from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules, torch_tensors
+from shardkit._compat import torch_autograd, torch_fsdp2, torch_tensors
 from shardkit._errors import MeshError, WrapError, warn_user
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state
@@ -375,28 +372,3 @@ def _check_current_device(name: str, param: nn.Parameter, mesh: DeviceMesh) -> N
             f"torch.{kind}.set_device(int(os.environ['LOCAL_RANK'])), before the mesh is made."
         )
         raise WrapError(msg)
-
-
-def check_reparametrized(found: list[ParamEntry]) -> None:
-    """Refuse hooks that keep a whole weight, computed from parameters, on the module."""
-    for item in found:
-        for module, attribute in item.sites:
-            for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - no public way to list
-                computed = torch_modules.computed_name(hook)
-                behind = [f"{computed}_{part}" for part in ("g", "v", "orig")]
-                for kind, remedy in _KEEP_WHOLE_WEIGHTS.items():
-                    if isinstance(hook, kind) and attribute in behind:
-                        msg = (
-                            f"parameter {item.name!r} of a {type(module).__name__} is used by "
-                            f"{kind.__module__}, which leaves the whole {computed!r}, computed in "
-                            f"every forward, on the module: it would never be sharded. {remedy}"
-                        )
-                        raise WrapError(msg)
-
-
-_KEEP_WHOLE_WEIGHTS = {
-    WeightNorm: "Use torch.nn.utils.parametrizations.weight_norm instead.",
-    SpectralNorm: "Use torch.nn.utils.parametrizations.spectral_norm instead.",
-    BasePruningMethod: "Call torch.nn.utils.prune.remove() before fully_shard.",
-}
-"""Hooks of torch's older functions that compute weights, and the remedy for each."""

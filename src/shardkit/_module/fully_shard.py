@@ -6,9 +6,12 @@ import functools
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
-from shardkit._compat import torch_autograd, torch_fsdp2
+from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules
 from shardkit._errors import StateError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import FSDPModule, swap_class
@@ -17,7 +20,7 @@ from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
 from shardkit._module.placements import SpmdMesh, data_parallel_mesh, mark_parts, place_params
 from shardkit._params.memory import give_back
-from shardkit._runtime.backward import refuse_compiled, run_backward
+from shardkit._runtime.backward import note_freed_memory, refuse_compiled, run_backward
 from shardkit._runtime.group import ParamGroup, exchange_buffer, move_buffers
 from shardkit._settings import (
     CPUOffloadPolicy,
@@ -243,7 +246,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     others = place_params(candidates, shard_placement_fn, shard_mesh, spmd=spmd)
     reshard = checks.checked_reshard(reshard_after_forward, shard_mesh, others)
     checks.check_params(candidates, shard_mesh, offload_policy)
-    checks.check_reparametrized(candidates)
+    _detach_computed_weights(candidates)
     checks.warn_of_shared_memory(candidates, shard_mesh)
     group = None
     whole_nbytes = sum(item.param.nbytes for item in candidates if item.param.device.type == "cpu")
@@ -262,7 +265,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         mark_parts(inside if group is None else [*inside, group], shard_mesh)
     note_ignored(ignored)
     watch_optimizers()
-    torch_autograd.wrap_engine(run_backward, refuse_compiled)
+    torch_autograd.wrap_engine(run_backward, refuse_compiled, note_freed_memory)
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:
@@ -307,6 +310,20 @@ def device_type_of(found: list[ParamEntry], offload: OffloadPolicy) -> str:
     if type_ == "cpu" and not isinstance(offload, CPUOffloadPolicy):
         accelerator = accelerator_of_world(accelerator)
     return accelerator or type_ or "cpu"
+
+
+def _detach_computed_weights(found: list[ParamEntry]) -> None:
+    """Cut the graphs of weights that hooks compute before a forward, and keep on their modules.
+
+    Graphs hold the parameters, which would then not be exchanged in place. The next forward
+    computes the weights again.
+    """
+    kinds = (WeightNorm, SpectralNorm, BasePruningMethod)
+    for module in dict.fromkeys(module for item in found for module, _ in item.sites):
+        for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - no public way to list
+            if isinstance(hook, kinds):
+                name = torch_modules.computed_name(hook)
+                setattr(module, name, getattr(module, name).detach())
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:

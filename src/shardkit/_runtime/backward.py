@@ -408,12 +408,14 @@ class Backward:
         else:
             self._reductions.order.cancel()
         self._forget()  # Not after an error: then the next forward cleans up.
-        self._schedule.hold(on=self._makes_graph)
-        actions = self._schedule.end_backward(is_retained=torch_autograd.keeps_graph())
+        is_retained = torch_autograd.keeps_graph()
+        reads_again = self._makes_graph or (self._schedule.is_held and is_retained)
+        self._schedule.hold(on=reads_again)
+        actions = self._schedule.end_backward(is_retained=is_retained)
         self._gathers.carry_out(actions)
         self._reductions.order.keep(self._schedule.awaited)
         for group in self._groups:
-            if not self._makes_graph and not self._schedule.in_use(group.index):
+            if not reads_again and not self._schedule.in_use(group.index):
                 group.show(unsharded=False)
             if group.kept_axes and not self._schedule.awaits_backward(group.index):
                 for store in group.gathered:
@@ -550,6 +552,17 @@ def refuse_compiled(outputs: Iterable[Any]) -> None:
                 f"compiled backwards without it."
             )
             raise StateError(msg)
+
+
+def note_freed_memory(error: RuntimeError) -> None:
+    """Add a note to an error of the engine that has found no memory behind a tensor."""
+    if "out of bounds for storage of size 0" in str(error):
+        error.add_note(
+            "this backward reads parameters of a sharded module whose memory was freed. If "
+            "create_graph=True made its graph: run it before the next other backward of the "
+            "model, each time but the last with retain_graph=True. In other cases, call "
+            "set_reshard_after_backward(False) on the module."
+        )
 
 
 def _refuse_graphs(grads: Iterable[UnshardedGrad]) -> None:

@@ -340,7 +340,6 @@ class Unit:
         checks.checked_reshard(self.arguments["reshard_after_forward"], self.mesh, others)
         if not is_shape_only(self.mesh):
             checks.check_params(self.entries, self.mesh, self.arguments["offload_policy"])
-        checks.check_reparametrized(self.entries)
 
     def plan(self) -> None:
         """Plan its buckets from its arguments."""
