@@ -17,13 +17,19 @@ from shardkit._text import NotOfKindError, flag, seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 # --- dtypes, where shards are, when backward gathers ahead ----------------------------------------
 
 
 _MIXED_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+
+REDUCES_AS_STORED = [*map(int, torch.__version__.split(".")[:2])] >= [2, 15]
+"""Whether FSDP2 reduces gradients in the dtype of the shard if there is no `reduce_dtype`.
+
+Up to torch 2.14 it reduces them in `param_dtype` then.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,16 @@ class MixedPrecisionPolicy:
         param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
             ``None``: the parameter's own.
         reduce_dtype: Dtype of gradients on the wire. Where shardkit itself adds them (gloo),
-            numbers of a dtype narrower than fp32 are added in fp32. ``None``: `param_dtype`.
+            numbers of a dtype narrower than fp32 are added in fp32. ``None``: as in the FSDP2 of
+            the installed torch, `param_dtype` up to torch 2.14, and the parameter's own dtype from
+            2.15 on.
         output_dtype: Dtype that floating-point outputs of the module's forward are cast to.
         cast_forward_inputs: Whether to cast floating-point inputs of the module's forward to
             `param_dtype`.
         buffer_dtype: Dtype that floating-point buffers are cast to once, in `fully_shard`.
+        param_dtype_override_fn: Function of a parameter, called when the parameter is sharded. If
+            it returns the parameter's own dtype, the parameter is gathered and computed in it.
+            ``None`` or `param_dtype`: in `param_dtype`. It must answer alike on all ranks.
 
     Raises:
         WrapError: A dtype is not a real floating-point one; shardkit casts to no other.
@@ -71,6 +82,9 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         """Refuse dtypes that would round gradients or parameters to integers."""
@@ -92,7 +106,26 @@ class MixedPrecisionPolicy:
         if not orig_dtype.is_floating_point:
             return orig_dtype, orig_dtype
         param_dtype = self.param_dtype or orig_dtype
-        return param_dtype, self.reduce_dtype or param_dtype
+        unset = orig_dtype if REDUCES_AS_STORED else param_dtype
+        return param_dtype, self.reduce_dtype or unset
+
+    def for_param(self, param: nn.Parameter | None) -> MixedPrecisionPolicy:
+        """Return the policy without its function: for one parameter, or (None) for the others.
+
+        Raises:
+            WrapError: The function returns another dtype, or something else.
+        """
+        if self.param_dtype_override_fn is None:
+            return self
+        dtype = None if param is None else self.param_dtype_override_fn(param)
+        if param is not None and dtype not in (None, self.param_dtype, param.dtype):
+            msg = (
+                f"param_dtype_override_fn returned {dtype!r} for a parameter of shape "
+                f"{tuple(param.shape)} in {param.dtype}: a parameter is computed in its own dtype, "
+                f"or in param_dtype ({self.param_dtype}). Return one of them, or None."
+            )
+            raise WrapError(msg)
+        return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
 
 
 class BackwardPrefetch(enum.Enum):
@@ -113,7 +146,10 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if all(hasattr(policy, name) for name in _MIXED_PRECISION):
-        return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in _MIXED_PRECISION})
+        return MixedPrecisionPolicy(
+            **{name: getattr(policy, name) for name in _MIXED_PRECISION},
+            param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
+        )
     msg = (
         f"mp_policy takes a MixedPrecisionPolicy of shardkit or of FSDP2, got {policy!r}. Leave it "
         f"out to cast nothing."

@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
 
 
 MESHES = ((2,), (4,), (2, 2))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 # --- mixed precision ----------------------------------------------------------------------------
@@ -29,32 +30,63 @@ def policy_step(
 ) -> list[Tensor]:
     """Put into the fp32 ``master`` the gradients that the policy means, of all ranks' batches.
 
-    A rank computes on a copy of the parameters in ``param_dtype``. Its gradients are cast to
-    ``reduce_dtype``, then summed in fp32 and divided by the number of ranks.
+    A rank computes on a copy of the parameters in the dtype that the policy has for each. Its
+    gradients are cast to ``reduce_dtype``, then summed in fp32 and divided by the number of ranks.
 
     Returns:
         The loss of each rank.
     """
-    reduce_dtype = policy.reduce_dtype or policy.param_dtype
+    dtypes = [policy.for_param(parameter).dtypes_for(FP32) for parameter in master.parameters()]
     sums = [torch.zeros_like(parameter) for parameter in master.parameters()]
     losses = []
     for x, y in ranks.rank_batches(case, step):
-        compute = copy.deepcopy(master).to(policy.param_dtype)
+        compute = copy.deepcopy(master).to(policy.param_dtype)  # With its buffers.
+        for parameter, whole, (dtype, _) in zip(
+            compute.parameters(), master.parameters(), dtypes, strict=True
+        ):
+            parameter.data = whole.detach().to(dtype, copy=True)
         casts_x = policy.cast_forward_inputs and x.is_floating_point()
         loss = case.loss(compute, (x.to(policy.param_dtype) if casts_x else x, y))
         loss.backward()
         losses.append(loss.detach())
-        for total, parameter in zip(sums, compute.parameters(), strict=True):
-            total.add_(parameter.grad.to(reduce_dtype).float())
+        for total, parameter, (_, dtype) in zip(sums, compute.parameters(), dtypes, strict=True):
+            total.add_(parameter.grad.to(dtype).float())
     for parameter, total in zip(master.parameters(), sums, strict=True):
         parameter.grad = total / len(losses)
     return losses
 
 
+class Scaled(nn.Module):
+    """Scales hidden numbers by a parameter whose dtype shows in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 7)
+        self.scale = nn.Parameter(torch.rand(1, 7) + 0.5)
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.last((hidden.float() * self.scale).to(hidden.dtype))
+
+
+def keeps_scale(param: nn.Parameter) -> torch.dtype | None:
+    """Keep the dtype of parameters that scale."""
+    return param.dtype if param.shape == (1, 7) else None
+
+
+SCALED = Case(
+    Scaled,
+    lambda model: [model.last],
+    lambda generator: (torch.randn(3, 8, generator=generator), torch.ones(3)),
+    lambda model, batch: model(batch[0]).float().square().mean(),
+)
+
+
 def train_mixed_precision(ranks: Ranks, name: str, reduce_dtype: torch.dtype | None) -> Differences:
     """Compare single steps from equal parameters: another bf16 rounding is 2**-9 off at once."""
-    case = CASES[name]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    case = SCALED if name == "scaled" else CASES[name]
+    policy = MixedPrecisionPolicy(BF16, reduce_dtype, param_dtype_override_fn=keeps_scale)
     reference = case.make()
     model = ranks.shard(case, reference, mp_policy=policy)
     optimizer, plain_optimizer = (
@@ -97,8 +129,14 @@ def test_bf16_compute_with_fp32_reduction(run: Run, name: str) -> None:
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, None])
 @on_meshes((2,), (4,), xla=())  # XLA sums in the dtype itself.
 def test_bf16_reduction_sums_in_fp32(run: Run, reduce_dtype: torch.dtype | None) -> None:
-    """None means ``param_dtype``."""
+    """None means ``param_dtype``, and fp32 from torch 2.15 on."""
     assert_within_mixed(run(train_mixed_precision, "gpt", reduce_dtype), run)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32, None])
+@on_meshes((2,), (4,))
+def test_some_parameters_keep_their_dtype(run: Run, reduce_dtype: torch.dtype | None) -> None:
+    assert_within_mixed(run(train_mixed_precision, "scaled", reduce_dtype), run)
 
 
 class Weighted(nn.Module):
@@ -169,9 +207,6 @@ def observed_dtypes(ranks: Ranks, policy: MixedPrecisionPolicy) -> list[torch.dt
     output.float().sum().backward()
     weight = model.linear.weight
     return [*model.seen, output.dtype, weight.dtype, weight.grad.dtype]
-
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from shardkit import (
     WrapError,
     fully_shard,
 )
-from shardkit._settings import as_mixed_precision, as_offload
+from shardkit._settings import REDUCES_AS_STORED, as_mixed_precision, as_offload
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -31,9 +31,9 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
         (MixedPrecisionPolicy(), FP32, FP32, FP32),
         (MixedPrecisionPolicy(), BF16, BF16, BF16),
         (MixedPrecisionPolicy(), FP64, FP64, FP64),
-        (MixedPrecisionPolicy(param_dtype=BF16), FP32, BF16, BF16),
+        (MixedPrecisionPolicy(param_dtype=BF16), FP32, BF16, FP32 if REDUCES_AS_STORED else BF16),
         (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), FP32, BF16, FP32),
-        (MixedPrecisionPolicy(param_dtype=FP32), BF16, FP32, FP32),
+        (MixedPrecisionPolicy(param_dtype=FP32), BF16, FP32, BF16 if REDUCES_AS_STORED else FP32),
         (MixedPrecisionPolicy(reduce_dtype=FP32), BF16, BF16, FP32),
         (MixedPrecisionPolicy(reduce_dtype=FP16), FP32, FP32, FP16),
         (MixedPrecisionPolicy(output_dtype=FP16), FP32, FP32, FP32),
@@ -45,7 +45,7 @@ def test_dtypes_of_a_floating_parameter(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
 ) -> None:
-    """`reduce_dtype` follows `param_dtype` unless it is given, as in FSDP2."""
+    """Without a `reduce_dtype` gradients are reduced as in the FSDP2 of this torch."""
     assert policy.dtypes_for(orig_dtype) == (param_dtype, reduce_dtype)
 
 
@@ -65,8 +65,30 @@ def test_the_fields_are_those_of_fsdp2_with_the_same_defaults() -> None:
     mine = {field.name: field.default for field in dataclasses.fields(MixedPrecisionPolicy)}
     theirs = {field.name: field.default for field in dataclasses.fields(TorchPolicy)}
     assert {name: mine[name] for name in theirs} == theirs
-    assert list(mine)[: len(theirs)] == list(theirs)  # they may be passed by position
-    assert set(mine) - set(theirs) == {"buffer_dtype"}
+    positional = [field.name for field in dataclasses.fields(TorchPolicy) if not field.kw_only]
+    assert list(mine)[: len(positional)] == positional
+    assert set(mine) - set(theirs) <= {"buffer_dtype", "param_dtype_override_fn"}
+
+
+def test_a_parameter_may_keep_its_dtype() -> None:
+    kept = nn.Parameter(torch.ones(2))
+    policy = MixedPrecisionPolicy(
+        BF16, param_dtype_override_fn=lambda param: param.dtype if param is kept else None
+    )
+    assert policy.for_param(kept) == MixedPrecisionPolicy(FP32)
+    others = MixedPrecisionPolicy(BF16)
+    assert policy.for_param(nn.Parameter(torch.ones(2))) == policy.for_param(None) == others
+    assert others.for_param(kept) is others
+
+
+@pytest.mark.parametrize("answer", [FP16, "bf16", True])
+def test_a_parameter_has_no_third_dtype(answer: object) -> None:
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy(
+        BF16,
+        param_dtype_override_fn=lambda _: answer,  # type: ignore[arg-type,return-value]
+    )
+    with pytest.raises(WrapError, match=r"for a parameter of shape \(3,\) in torch\.float32"):
+        policy.for_param(nn.Parameter(torch.ones(3)))
 
 
 def test_a_policy_is_a_value() -> None:

@@ -270,7 +270,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:
             _cast_buffers(each, mp_policy.buffer_dtype)
-        ModuleState(each, group, mp_policy).install()
+        ModuleState(each, group, mp_policy.for_param(None)).install()
         swap_class(each)
     if shard_mesh.backend.is_traced:
         execute_sharding(shard_mesh.backend.region)

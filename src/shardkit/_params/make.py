@@ -87,32 +87,35 @@ def make_buckets(
 ) -> list[Bucket]:
     """Make the buckets of a group."""
     return [
-        _new_bucket(alike, _plan_for(alike, mesh, policy, offload))
-        for alike in _split_by_kind(entries, policy)
+        _new_bucket(alike, _plan_for(alike, mesh, own, offload))
+        for own, alike in _split_by_kind(entries, policy)
     ]
 
 
 def _split_by_kind(
     entries: Sequence[ParamEntry], policy: MixedPrecisionPolicy
-) -> list[list[ParamEntry]]:
+) -> list[tuple[MixedPrecisionPolicy, list[ParamEntry]]]:
     """Split parameters by bucket, in order of appearance, in the same way on all ranks.
 
     Parameters on one mesh have the same mesh object.
+
+    Returns:
+        The policy of each bucket, and its parameters.
     """
-    by_kind: dict[tuple[Any, ...], list[ParamEntry]] = {}
+    by_kind: dict[tuple[Any, ...], tuple[MixedPrecisionPolicy, list[ParamEntry]]] = {}
     for entry in entries:
-        param, dtype = entry.param, stored_dtype(entry)
+        param, dtype, own = entry.param, stored_dtype(entry), policy.for_param(entry.param)
         kind: tuple[Any, ...] = (
             dtype,
             param.device,
-            policy.dtypes_for(dtype),
+            own.dtypes_for(dtype),
             param.requires_grad,
             packing_of(entry) is not None,
             id(entry.mesh),
         )
         if subclass_of(entry) is not None:
             kind = (*kind, id(param))  # This parameter has its own bucket.
-        by_kind.setdefault(kind, []).append(entry)
+        by_kind.setdefault(kind, (own, []))[1].append(entry)
     return [*by_kind.values()]
 
 
@@ -202,8 +205,8 @@ def plan_buckets(
     plain parameter, because only their own hooks know what is sent.
     """
     return [
-        _planned(_plan_for(alike, mesh, policy, offload).materialized(), alike)
-        for alike in _split_by_kind(entries, policy)
+        _planned(_plan_for(alike, mesh, own, offload).materialized(), alike)
+        for own, alike in _split_by_kind(entries, policy)
     ]
 
 

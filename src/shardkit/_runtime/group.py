@@ -114,7 +114,7 @@ class ParamGroup:
         self.modules = list(modules)
         self.name = ", ".join(type(module).__name__ for module in modules)
         self.mesh = mesh
-        self.policy = policy
+        self.policy = policy.for_param(None)
         self.settings = settings
         self.is_root = False
         self.is_innermost = True
@@ -548,7 +548,8 @@ class ParamGroup:
         state = {name: getattr(self, name) for name in _PICKLED}
         state["settings"] = self.settings.copy()
         state["buckets"] = [
-            (bucket.entries, bucket.store.layout, bucket.plan.offload) for bucket in self.buckets
+            (bucket.entries, bucket.store.layout, bucket.plan.policy, bucket.plan.offload)
+            for bucket in self.buckets
         ]
         return state
 
@@ -573,12 +574,12 @@ class ParamGroup:
             return
         del self.__dict__["num_restored"]
         written: Any = self.buckets
-        meshes = [entries[0].param.spec.mesh for entries, _, _ in written]
+        meshes = [entries[0].param.spec.mesh for entries, *_ in written]
         self.mesh = max(meshes, key=lambda mesh: mesh.size())
         self._take_buckets(
             [
-                restore(entries, mesh=mesh, policy=self.policy, layout=layout, offload=offload)
-                for mesh, (entries, layout, offload) in zip(meshes, written, strict=True)
+                restore(entries, mesh=mesh, policy=policy, layout=layout, offload=offload)
+                for mesh, (entries, layout, policy, offload) in zip(meshes, written, strict=True)
             ]
         )
         self.set_reshard_after_forward(self.settings.reshard_after_forward)

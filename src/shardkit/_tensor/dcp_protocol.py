@@ -74,7 +74,8 @@ def create_write_items(
             f"Call to_empty() on the model and give it values, or load some."
         )
         raise ShardedTensorError(msg)
-    properties = TensorProperties.create_from_tensor(piece.detach())
+    whole = piece.detach().new_empty(tuple(shape), device="meta")  # Strides are those of the whole.
+    properties = TensorProperties.create_from_tensor(whole)
     return [
         WriteItem(
             index=MetadataIndex(fqn, box.offsets),

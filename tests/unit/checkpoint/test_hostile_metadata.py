@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._dcp.metadata import parse_metadata
+from shardkit.checkpoint._dcp.metadata import parse_metadata, unpickle
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,11 +65,12 @@ def tensor(size: Sequence[int], chunks: list[dcp.ChunkStorageMetadata]) -> typin
     return dcp.TensorStorageMetadata(properties, torch.Size(size), chunks)
 
 
-def properties_of_lists() -> bytes:
-    state = torch.int8, torch.strided, False, shared_lists(), False
-    properties = dcp.TensorProperties()
-    properties.__dict__["__getstate__"] = lambda: state
-    return pickle.dumps(properties)
+def pickled_properties(*last: typing.Any) -> bytes:
+    """Properties of a tensor as torch pickles them; torch 2.15 adds strides behind `last[0]`."""
+    encoding = dcp.TensorProperties().__getstate__()[3]
+    made = dcp.TensorProperties()
+    made.__dict__["__getstate__"] = lambda: (torch.int8, torch.strided, False, encoding, *last)
+    return pickle.dumps(made)
 
 
 def keys_of_one_hash() -> bytes:
@@ -153,8 +154,12 @@ CASES: dict[str, tuple[Callable[[], bytes], str]] = {
         NOT_A_PICKLE + "asks for the memory format list",
     ),
     "lists in properties": (
-        properties_of_lists,
+        lambda: pickled_properties(shared_lists()),
         NOT_A_PICKLE + "has a state that is none",
+    ),
+    "tuples as strides": (
+        lambda: pickled_properties(False, ((1, 2), 3)),
+        NOT_A_PICKLE + "has tuples of tuples",
     ),
     "objects as a layout": (
         lambda: pickle.dumps(
@@ -255,6 +260,15 @@ def outcomes() -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_it_takes_little(outcomes: dict[str, str], name: str) -> None:
     assert CASES[name][1] in outcomes[name]
+
+
+@pytest.mark.parametrize("strides", [(), (None,), ((),), ((3, 1),)], ids=repr)
+def test_strides_are_read_if_torch_has_them(strides: tuple[typing.Any, ...]) -> None:
+    found = unpickle(pickled_properties(False, *strides))
+    assert found.dtype is torch.int8
+    assert found.memory_format is torch.contiguous_format
+    if strides and hasattr(found, "strides"):
+        assert found.strides == strides[0]
 
 
 if __name__ == "__main__":

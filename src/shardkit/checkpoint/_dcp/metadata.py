@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -210,7 +211,9 @@ _BUILT: frozenset[type[Any]] = frozenset(
 _SETS_STATE: dict[type[Any], Any] = {
     cls: cls.__setstate__ for cls in _BUILT if hasattr(cls, "__setstate__")
 }
-_PROPERTIES = frozenset({torch.dtype, torch.layout, bool, _MEMORY_FORMAT})  # Their states.
+# Their states. Strides are in those of torch 2.15, after all that older ones have.
+_PROPERTIES = frozenset({torch.dtype, torch.layout, bool, _MEMORY_FORMAT, tuple, NoneType})
+_NUM_PROPERTIES = len(dataclasses.fields(dcp.TensorProperties))
 _INDEX_FIELDS = {"fqn", "offset", "index"}
 _MAX_LEN = 100  # Length of tuples: keys that lead to an entry.
 _MAX_NDIM = 64  # The same as for tensors of torch.
@@ -448,8 +451,11 @@ def _flat(values: list[Any]) -> tuple[Any, ...]:
 
 
 def _check_flat(values: Iterable[Any]) -> None:
+    """Refuse tuples in a tuple, but for strides."""
     if tuple in map(type, values):
-        _refuse("it has tuples of tuples")
+        for value in values:
+            if type(value) is tuple and (len(value) > _MAX_NDIM or {*map(type, value)} - {int}):
+                _refuse("it has tuples of tuples")
 
 
 def _named(module: Any, name: Any) -> Any:
@@ -479,7 +485,7 @@ def _build(built: Any, state: Any) -> None:
     sets_state = _SETS_STATE.get(cls)
     if sets_state is not None:
         if type(state) is tuple and _PROPERTIES.issuperset(map(type, state)):
-            sets_state(built, state)
+            sets_state(built, state[:_NUM_PROPERTIES])
             return
     elif cls not in _BUILT:  # Attributes of classes would change this process.
         _refuse(f"it sets attributes of {shown(built)}")
