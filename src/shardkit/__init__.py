@@ -22,7 +22,12 @@ from shardkit._mesh import DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.capture import CapturedStep, capture
 from shardkit._module.even_steps import EvenSteps, even_steps
-from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
+from shardkit._module.fsdp_module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    share_comm_ctx,
+)
 from shardkit._module.full_params import apply_full, summon_full_params
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._module.materialize import materialize
@@ -76,6 +81,7 @@ __all__ = [
     "FlatShard",
     "FreedParameterError",
     "GradientPiece",
+    "GradientReductionHandle",
     "GroupPlan",
     "Installed",
     "IntegrationError",

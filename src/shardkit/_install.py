@@ -17,7 +17,12 @@ import torch
 from shardkit._compat.torch_checkpoints import ASK_THE_CLASS, when_imported
 from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
 from shardkit._mesh import DeviceMesh
-from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
+from shardkit._module.fsdp_module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    share_comm_ctx,
+)
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
@@ -40,6 +45,7 @@ _OURS = {
         fully_shard,
         FSDPModule,
         UnshardHandle,
+        GradientReductionHandle,
         MixedPrecisionPolicy,
         OffloadPolicy,
         CPUOffloadPolicy,

@@ -307,6 +307,8 @@ class GroupSettings:
     # Whether to take part in the reduction even if no parameter was used.
     reduce_unused: bool = True
     unshard_in_backward: bool = True  # Whether backward needs the parameters.
+    # Whether the memory of unsharded parameters stays behind them while they are resharded.
+    keep_unsharded_storage: bool = False
     # Whether to take buffers from the allocator of the communication engine.
     comm_memory: bool = False
     separate_reduce: bool = False  # Whether to reduce on a separate process group.
@@ -342,6 +344,8 @@ class RootSettings:
     barrier_in_backward: bool = True
     # Whether to run the graph at the end of backward, where operators are traced.
     sync_on_finalization: bool = False
+    # Whether only `finalize_backward` waits for reductions, and no backward does.
+    finalizes_by_hand: bool = False
     dummy_gathers: bool = False  # Whether gathers move nothing between ranks (`set_debug`).
     dummy_reductions: bool = False  # Whether reductions move nothing between ranks.
     # Text in front of the memory figures printed at each gather, free and reduction; None: print

@@ -108,6 +108,16 @@ def test_reductions_that_a_later_backward_was_to_wait_for_are_waited_for() -> No
     assert model.weight.grad.full_tensor().tolist() == [[1.5] * 4]
 
 
+@on_ranks(4)
+def test_partial_sums_of_a_reduction_that_was_not_waited_for_are_averaged() -> None:
+    model = fully_shard(nn.Linear(4, 1, bias=False), mesh=make_mesh((2, 2)))
+    model.set_is_last_backward(False)
+    model.set_requires_all_reduce(False)
+    model(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
+    model.synchronize_gradients()
+    assert model.weight.grad.full_tensor().tolist() == [[2.5] * 4]
+
+
 @on_ranks(2)
 def test_the_call_on_a_layer_leaves_other_layers_waiting() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))

@@ -157,6 +157,12 @@ MUTATIONS = (
     ),
     Mutation(
         "_params.memory",
+        "whoever writes kept memory waits for its last use",
+        "kept_storage",
+        new="kept.free_after = None",
+    ),
+    Mutation(
+        "_params.memory",
         "slots wait for compute to pass",
         "overlapping_backwards",
         new="is_passed = True",

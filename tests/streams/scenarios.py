@@ -152,6 +152,28 @@ def overlapping_backwards(run: Run) -> Training:
     return training
 
 
+def finalized_by_hand(run: Run) -> Training:
+    """A call starts what backwards have left to reduce, and its handle waits for all."""
+    training = Training(run)
+    training.model.set_manual_backward_finalization(True)
+    for step in range(1, 5):
+        training.model.set_requires_gradient_sync(step % 2 == 0)
+        for part in range(2):
+            training.backward_both(2 * step + part, parts=2)
+        training.model.set_requires_gradient_sync(True)
+        training.model.finalize_backward(async_op=True).wait()
+        training.update_both()
+    training.compare()
+    return training
+
+
+def kept_storage(run: Run) -> Training:
+    """Unsharded parameters keep their memory while they are resharded."""
+    training = Training(run)
+    training.model.set_keep_unsharded_storage(True)
+    return train(training)
+
+
 def partial_sums(run: Run) -> Training:
     """The all-reduce waits for the last micro-batch; sums over the shard axis are kept."""
     training = Training(run, shape=(2, 1))
@@ -404,6 +426,8 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         kept_parts,
         accumulation,
         overlapping_backwards,
+        finalized_by_hand,
+        kept_storage,
         partial_sums,
         offload,
         unpinned_offload,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._runtime.group import ParamGroup
+    from shardkit._runtime.runtime import Runtime
     from shardkit._settings import AllGather, AllReduce, MixedPrecisionPolicy, ReduceScatter
 
     class _Base(nn.Module):
@@ -93,6 +94,24 @@ class UnshardHandle:
         if self._state.group is not None and self._state.runtime is not None:
             refuse_summoned([self._state.group], "wait() of unshard() was called")
             self._state.runtime.wait_unshard(self._state.group)
+
+
+class GradientReductionHandle:
+    """Handle that ``finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        self._runtime = runtime
+
+    @torch_modules.untraced
+    def wait(self) -> None:
+        """Wait until the gradients are reduced, and set ``.grad``. Again it does nothing.
+
+        Raises:
+            StateError: The gradients were dropped, by `reset_iter_state` or after an exception.
+        """
+        if self._runtime is not None:
+            self._runtime.end_finalization(self)
+            self._runtime = None
 
 
 class FSDPModule(_Base):
@@ -456,6 +475,60 @@ class FSDPModule(_Base):
         for group in groups_in(self, recurse=True):
             group.settings.is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether `finalize_backward` ends the backwards of a step, and no backward does.
+
+        Call it on the outermost sharded module. While it is on, `set_is_last_backward` has no
+        effect. Backwards still start reductions as gradients come.
+
+        Raises:
+            StateError: The module is inside of another sharded one, a backward runs, or one has
+                ended that was not finalized.
+        """
+        settings = settings_of_root(self)
+        runtime = state_of(self).runtime
+        is_open = runtime is not None and (
+            runtime.backward.is_running or runtime.reductions.unfinished or runtime.finalization
+        )
+        if is_open and enabled != settings.finalizes_by_hand:
+            msg = (
+                "set_manual_backward_finalization() was called before the step's backwards were "
+                "finalized. Call it before the first backward of a step."
+            )
+            raise StateError(msg)
+        settings.finalizes_by_hand = enabled
+        _update_options(self)
+
+    @torch_modules.untraced
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards of a step: reduce what is left, wait, and set ``.grad``.
+
+        It needs `set_manual_backward_finalization`. Call it on the outermost sharded module, on all
+        ranks, after the last backward of the step. The settings of the groups count: if backwards
+        ran without gradient sync, turn the sync on before this call. Nothing happens before the
+        first forward.
+
+        Args:
+            async_op: Whether to start the reductions only. Then nothing else may be done with the
+                module before the handle's ``wait()``.
+
+        Returns:
+            A handle if `async_op` is True, else None.
+
+        Raises:
+            StateError: It is called inside of a forward or a backward, without
+                `set_manual_backward_finalization`, on an inner module, while gradients of a hybrid
+                mesh are not to be all-reduced, or before the ``wait()`` of an earlier handle.
+
+        Cost: as for `synchronize_gradients`.
+        """
+        settings_of_root(self)
+        runtime = state_of(self).runtime
+        handle = GradientReductionHandle(runtime) if async_op else None
+        if runtime is not None:
+            runtime.finalize_backward(handle=handle)
+        return handle
+
     # --- memory ---
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -493,6 +566,17 @@ class FSDPModule(_Base):
         _update_options(self)
 
     # --- prefetch ---
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether the memory of unsharded parameters is kept while they are resharded.
+
+        Then unsharded parameters have the same address each time, from the next unshard on, as
+        graphs of devices need that others capture. The group's memory serves no other group
+        meanwhile: it costs the bytes of the unsharded parameters. `shardkit.capture` does not need
+        it. On XLA devices it changes nothing.
+        """
+        for group in groups_in(self, recurse=recurse):
+            group.set_keep_unsharded_storage(keep)
 
     def set_prefetch_policy(
         self, *, forward: bool = True, backward: Literal["pre", "post", "none"] = "pre"

@@ -150,6 +150,7 @@ class ModuleState:
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
             entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
+        self._refuse_inner_choices(states)
         self.name_params(groups, roots)
         for group in groups:
             group.is_root = group is self.group
@@ -176,6 +177,14 @@ class ModuleState:
             state.runtime = runtime
         self._note_groups(roots, is_settled=not awaited)
         return runtime
+
+    def _refuse_inner_choices(self, states: Sequence[ModuleState]) -> None:
+        if any(state.settings.finalizes_by_hand for state in states if state is not self):
+            msg = (
+                "set_manual_backward_finalization() was called on a module inside of another "
+                "sharded one. Call it on the outermost one."
+            )
+            raise StateError(msg)
 
     def _gone_and_awaited(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
         """Return groups of the runtime that are not in `groups` and may still run a backward."""

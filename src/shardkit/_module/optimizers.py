@@ -389,7 +389,8 @@ def _warn_of_unsynced(optimizer: Optimizer) -> None:
             f"this {type(optimizer).__name__} steps without a gradient: those of {name!r} and "
             f"others were computed, and wait to be synced (see memory_stats()). "
             f"Call set_requires_gradient_sync(True) or set_is_last_backward(True), or leave "
-            f"no_sync(), before the last backward of a step, or synchronize_gradients() after it."
+            f"no_sync(), before the last backward of a step, or synchronize_gradients() (or "
+            f"finalize_backward(), where it is manual) after it."
         )
 
 

@@ -300,6 +300,7 @@ class Store(ABC):
         keeps_flats: Whether reduced gradients are views of one tensor, as pieces are views of the
             shard.
         converts_gradients: Whether gradients are passed through `part_of_gradient`.
+        keeps_memory: Whether unsharded memory stays where it is when it is given back.
         keeps_writes: Whether writes of a forward to an unsharded parameter can be kept.
         why_lost: Reason why such writes are lost, as words inside a sentence.
     """
@@ -311,6 +312,7 @@ class Store(ABC):
     aliases_shard = False
     keeps_flats = True
     converts_gradients = False
+    keeps_memory = False
     keeps_writes = False
     why_lost = ""
 
@@ -378,6 +380,9 @@ class Store(ABC):
     @abstractmethod
     def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Give the memory back; its readers are done at `fence`."""
+
+    def settle_memory(self) -> None:  # noqa: B027 - for stores that need it
+        """Note that compute has waited for all uses of unsharded memory."""
 
     @abstractmethod
     def gather_jobs(self, comm: AllGather | None) -> list[Any]:
@@ -743,8 +748,13 @@ class FlatStore(Store):
     def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Give the memory back; its readers are done at `fence`."""
         assert self._buffer is not None
-        self._buffer.release(pool, fence, by_compute=True)
+        self._buffer.release(pool, fence, by_compute=True, keep=self.keeps_memory)
         self._refuse_use()
+
+    def settle_memory(self) -> None:
+        """Note that compute has waited for all uses of unsharded memory."""
+        if self._buffer is not None:
+            self._buffer.settle()
 
     def gather_jobs(self, comm: AllGather | None) -> list[Gather]:
         """Return the gathers for the backend: over the shard axis, or of a kept part."""

@@ -104,6 +104,7 @@ class Buffer:
         self._of = of
         self.storage = torch.UntypedStorage(nbytes, device=device)
         self.slot: Slot | None = None
+        self._kept: Slot | None = None
 
     def close(self) -> None:
         """Give the first memory back, after the views were made."""
@@ -115,20 +116,35 @@ class Buffer:
         return self.slot is not None
 
     def acquire(self, pool: SlotPool) -> Event | None:
-        """Get memory from a pool; return the fence after which it may be written."""
+        """Get memory from a pool, or what was kept; return the fence after which to write it."""
         assert self.slot is None
-        self.slot = pool.acquire(self.storage, self.nbytes)
+        kept, self._kept = self._kept, None
+        self.slot = pool.acquire(self.storage, self.nbytes) if kept is None else kept
         if _events.observer is not None:
             self._tell("take")
         return self.slot.free_after  # order: whoever writes a buffer waits for its slot
 
-    def release(self, pool: SlotPool, fence: Event | None, *, by_compute: bool) -> None:
-        """Give the memory back; its users, on the compute stream or not, are done at `fence`."""
+    def release(
+        self, pool: SlotPool, fence: Event | None, *, by_compute: bool, keep: bool = False
+    ) -> None:
+        """Give the memory back; its users, on the compute stream or not, are done at `fence`.
+
+        With `keep` it stays behind the storage until the next use, at its address.
+        """
         assert self.slot is not None
         if _events.observer is not None:
             self._tell("return")
-        pool.release(self.storage, self.slot, fence, by_compute=by_compute)
+        if keep:
+            kept = self._kept = self.slot
+            kept.free_after = fence  # order: whoever writes kept memory waits for its last use
+        else:
+            pool.release(self.storage, self.slot, fence, by_compute=by_compute)
         self.slot = None
+
+    def settle(self) -> None:
+        """Note that compute has waited for all uses of memory that was kept."""
+        if self._kept is not None:
+            self._kept.free_after = None
 
     def _tell(self, event: Literal["take", "return"]) -> None:
         assert _events.observer is not None

@@ -126,6 +126,7 @@ class SubclassStore(FlatStore):
     subclass: SubclassLayout
     may_alias_shard = False
     keeps_writes = False
+    _is_in_use = False
     why_lost = "which says itself how it is gathered (fsdp_pre_all_gather) and not how it is cut"
 
     def __init__(
@@ -202,22 +203,25 @@ class SubclassStore(FlatStore):
     @property
     def has_memory(self) -> bool:
         """Whether the unsharded parameter exists."""
-        return any(storage.nbytes() for storage, _ in self._memory.values())
+        return self._is_in_use
 
     @torch.no_grad()
     def acquire(self, pool: SlotPool) -> Event | None:
         """Get memory, and make the tensors to send."""
         self._gathered_version = self.shard_version
         self._allow_use()
+        self._is_in_use = True
         for storage, nbytes in self._memory.values():
-            storage.resize_(nbytes)
+            storage.resize_(nbytes)  # Nothing happens if the memory was kept.
         self._in_flight, self._metadata = self._pre_all_gather()
         return pool.fence()
 
     def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Give the memory back to the allocator, which reuses it in the order of the stream."""
         del pool, fence
-        self._free_first_memory()
+        self._is_in_use = False
+        if not self.keeps_memory:
+            self._free_first_memory()
         self._refuse_use()
 
     def _free_first_memory(self) -> None:

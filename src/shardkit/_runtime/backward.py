@@ -443,10 +443,10 @@ class Backward:
             group.grad_hooks.take_left()
         self.end_backward()
 
-    def finish_step(self, groups: Sequence[ParamGroup]) -> None:
-        """Reduce gradients of some groups that backwards left unsynced."""
+    def finish_step(self, groups: Sequence[ParamGroup], *, wait: bool = True) -> None:
+        """Reduce gradients of some groups that backwards left unsynced; `wait` for all."""
         self.take_left()
-        self._reductions.finish_step(groups)
+        self._reductions.finish_step(groups, wait=wait)
 
     def _forget(self) -> None:
         """Drop the state of a backward."""

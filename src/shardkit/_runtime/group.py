@@ -143,6 +143,7 @@ class ParamGroup:
         self.axes = tuple(dict.fromkeys(axis for b in buckets for axis in b.plan.axes))
         self.replicates = any(bucket.plan.replicate_axis is not None for bucket in buckets)
         self.gathered = [b.store for b in buckets if not b.store.aliases_shard]
+        self.set_keep_unsharded_storage(self.settings.keep_unsharded_storage)
         self.gradients = GroupGradients(
             [bucket for bucket in buckets if bucket.plan.is_differentiable],
             comm=self.settings.comm,
@@ -155,6 +156,12 @@ class ParamGroup:
         self._shown_versions = [0] * len(self._shown)
         self.note_writes()
         self.grad_hooks = GradHooks(self, at_once=not self.is_local)
+
+    def set_keep_unsharded_storage(self, value: bool) -> None:  # noqa: FBT001
+        """Set whether unsharded memory stays where it is while parameters are resharded."""
+        self.settings.keep_unsharded_storage = value
+        for store in self.gathered:
+            store.keeps_memory = value
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
         """Set what happens to the memory after forward; an int makes a process group."""

@@ -196,6 +196,8 @@ class Runtime:
         pass_root: Module whose forward is under way as a root; None: there is none.
         is_on_part: Whether other ranks of the world are in none of its meshes.
         optimizer_event: Event after the optimizer's step, for which the next pass waits.
+        finalization: Handle of reductions that `finalize_backward` has started, and for which
+            nobody has waited; None: there are none.
     """
 
     def __init__(
@@ -246,6 +248,7 @@ class Runtime:
         for group in self.groups:
             group.listener = self.backward
         self.pass_root: object = None
+        self.finalization: object = None
         self._interrupted = False
         self._thread = threading.get_ident()  # That of the last pass.
         self.optimizer_event: Event | None = None
@@ -292,6 +295,7 @@ class Runtime:
     def update_options(self) -> None:
         """Read the settings of the root and all groups anew."""
         apply_debug(self.settings, self.groups, self.streams, self.gathers, self.reductions)
+        self.reductions.waits_at_end = not self.settings.finalizes_by_hand
         options, groups = self.schedule.options, self.groups
         options.prefetch_in_forward = self.settings.prefetch_in_forward
         options.prefetch_in_backward = self.settings.prefetch_in_backward
@@ -351,6 +355,8 @@ class Runtime:
         """Begin the forward of a root."""
         if self._has_new_options:
             self._check_prefetches()
+        if self.finalization is not None:
+            self._refuse_finalization("a forward")
         if self._ended_in_exception:
             if self.backward.is_running:
                 self.streams.note_error(RuntimeError("an exception in a backward"))
@@ -641,26 +647,87 @@ class Runtime:
         Raises:
             StateError: A forward or a backward runs, or a group's modules hold whole parameters.
         """
-        self.tidy_up()
-        if self.pass_root is not None or self.backward.is_running:
-            msg = (
-                "synchronize_gradients() was called inside of a forward or a backward. Call it "
-                "after the last backward of the step, before the gradients are clipped."
-            )
-            raise StateError(msg)
         groups = [*groups]
-        refuse_summoned(groups, "synchronize_gradients() was called")
+        self._check_between_passes(groups, "synchronize_gradients()")
         before = [(g.settings, g.settings.sync, g.settings.all_reduce) for g in groups]
         try:
             for settings, _, _ in before:
                 settings.sync = settings.all_reduce = True
-            left = [group for group in groups if group.has_pending]
-            if left or self.reductions.unfinished:
-                self.backward.finish_step(left)
-                self.gathers.trim()
+            self._finish_step(groups)
         finally:
             for settings, sync, all_reduce in before:
                 settings.sync, settings.all_reduce = sync, all_reduce
+
+    def finalize_backward(self, *, handle: object = None) -> None:
+        """Reduce what backwards have left, as the settings of the groups say.
+
+        Args:
+            handle: Handle whose `end_finalization` waits for the reductions; None: this call waits.
+
+        Raises:
+            StateError: As for `sync_gradients`; backwards end by themselves; a group of a hybrid
+                mesh may not all-reduce; or nobody has waited for an earlier finalization.
+        """
+        self._check_between_passes(self.groups, "finalize_backward()")
+        if not self.settings.finalizes_by_hand:
+            msg = (
+                "finalize_backward() was called, but each backward ends by itself. Call "
+                "set_manual_backward_finalization(True) before the backward, or leave the call out."
+            )
+            raise StateError(msg)
+        synced = [group for group in self.groups if group.settings.sync]
+        partly = next((g for g in synced if g.replicates and not g.settings.all_reduce), None)
+        if partly is not None:
+            msg = (
+                f"finalize_backward() would leave the gradients of {partly.name!r} averaged over a "
+                f"part of the ranks. Call set_requires_all_reduce(True) before it."
+            )
+            raise StateError(msg)
+        self._finish_step(synced, wait=handle is None)
+        self.finalization = handle
+
+    def end_finalization(self, handle: object) -> None:
+        """Wait for the reductions that `finalize_backward` has started.
+
+        Raises:
+            StateError: They were dropped, after an exception or by `reset_iter_state`.
+        """
+        if handle is not self.finalization:
+            msg = (
+                "the gradients that this handle waits for were dropped, by reset_iter_state() or "
+                "after an exception. Begin with the first backward of the step again."
+            )
+            raise StateError(msg)
+        self.finalization = None
+        self._finish_step(())
+
+    def _check_between_passes(self, groups: Sequence[ParamGroup], call: str) -> None:
+        self.tidy_up()
+        if self.pass_root is not None or self.backward.is_running:
+            msg = (
+                f"{call} was called inside of a forward or a backward. Call it after the last "
+                f"backward of the step, before the gradients are clipped."
+            )
+            raise StateError(msg)
+        self._refuse_finalization(call)
+        refuse_summoned(groups, f"{call} was called")
+
+    def _refuse_finalization(self, what: str) -> None:
+        if self.finalization is not None:
+            msg = (
+                f"{what} was called before the wait() of the handle that "
+                f"finalize_backward(async_op=True) returned. Call it first."
+            )
+            raise StateError(msg)
+
+    def _finish_step(self, groups: Sequence[ParamGroup], *, wait: bool = True) -> None:
+        """Reduce what waits in some groups, if anything does."""
+        is_open = self.reductions.unfinished
+        self.reductions.finish_partial()
+        left = [group for group in groups if group.has_pending]
+        if left or is_open:
+            self.backward.finish_step(left, wait=wait)
+            self.gathers.trim()
 
     # --- steps that are captured ---
 
@@ -684,6 +751,7 @@ class Runtime:
             self.reshard(group)  # order: a capture gathers anew what was gathered before it
             for store in group.gathered:
                 store.drop_part()  # order: a capture uses no parts that were kept before it
+                store.settle_memory()
         self.streams.join()  # order: all streams join compute before a capture ends
         self.slots.drop()  # order: a capture uses no slots of before it
 
@@ -696,7 +764,7 @@ class Runtime:
                 "micro-batch of the step again."
             )
         self._interrupted = False
-        self.pass_root = None
+        self.pass_root = self.finalization = None
         if _events.observer is not None:
             _events.observer.forget({group.number for group in self.groups})
         # Collectives may still use memory that is freed next.

@@ -478,6 +478,7 @@ class Reductions:
         order: Order in which groups are reduced.
         report: Function that reports reductions, if there is one.
         peak_nbytes: Largest number of bytes that buffers of reductions took so far.
+        waits_at_end: Whether the end of a backward waits for its reductions, if it is the last.
     """
 
     def __init__(
@@ -492,6 +493,7 @@ class Reductions:
     ) -> None:
         self.order = ReduceOrder()
         self.peak_nbytes = 0
+        self.waits_at_end = True
         self._groups = groups
         self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
         self._streams = streams
@@ -642,6 +644,11 @@ class Reductions:
         left = (*self._queued, *self._under_way)
         return f"the reduction of {left[0].name!r} was not waited for" if left else None
 
+    def finish_partial(self) -> None:
+        """Wait for reductions in flight that may leave sums over a part of the ranks."""
+        if any(group.replicates for group in self._under_way):
+            self.finish_all()
+
     def finish_all(self) -> None:
         """Wait for all reductions in flight."""
         while self._under_way:
@@ -662,17 +669,17 @@ class Reductions:
         synced = [g for g in self._groups if g.settings.sync and not g.gradients.is_local]
         # Otherwise the next backwards overlap with these reductions; the last one waits for them.
         is_last = all(group.settings.is_last_backward for group in self._groups)
-        self._assign(synced, wait=is_last)
+        self._assign(synced, wait=is_last and self.waits_at_end)
 
-    def finish_step(self, groups: Sequence[ParamGroup]) -> None:
-        """Reduce what several backwards have collected in some groups, used here or not; wait."""
+    def finish_step(self, groups: Sequence[ParamGroup], *, wait: bool = True) -> None:
+        """Reduce what several backwards have collected in some groups, used here or not."""
         self.order.reset()
         self.begin_backward()
         for group in reversed(groups):
             self._reduce(group)
         due = {group for group in groups if group.settings.sync}
         settled = (g for g in self._groups if g in due or not g.has_pending)
-        self._assign([group for group in settled if not group.gradients.is_local], wait=True)
+        self._assign([group for group in settled if not group.gradients.is_local], wait=wait)
 
     def _assign(self, synced: Sequence[ParamGroup], *, wait: bool) -> None:
         """Start what is queued; with `wait`, wait for all reductions and assign all gradients."""
