@@ -62,6 +62,40 @@ def test_they_are_cut_like_the_parameter(shape: tuple[int, ...], is_of_torch: bo
                 )
 
 
+OPERATORS: dict[str, typing.Any] = {
+    "mul": lambda a, b: a * b,
+    "mul_": lambda a, b: a.mul_(b),
+    "clamp": lambda a, b: a.clamp(max=b),
+    "copy_": lambda a, b: a.copy_(b),
+    "_foreach_mul_": lambda a, b: torch._foreach_mul_([a, a.clone()], b),
+    "_foreach_div": lambda a, b: torch._foreach_div([a, a.clone()], b)[0],  # noqa: SLF001
+    "_foreach_add_": lambda a, b: torch._foreach_add_([a, a.clone()], [b, b]),
+}
+
+
+@pytest.mark.parametrize("shape", MESHES)
+@on_ranks("shape")
+def test_operators_take_them_beside_sharded_tensors(shape: tuple[int, ...]) -> None:
+    """Packages clip gradients by a norm that they make a DTensor on the mesh of the gradients."""
+    weight: typing.Any = sharded(shape, is_of_torch=True)[0].weight.detach()
+    mesh, whole = weight.device_mesh, whole_like(weight)
+    with shardkit.install():
+        for value in (torch.tensor(2.5, dtype=whole.dtype), whole / 5):
+            for name, operator in OPERATORS.items():
+                if name.startswith("_foreach_") and value.ndim > 0 and name != "_foreach_add_":
+                    continue  # These take a number beside a list.
+                for placement, share in (
+                    (Replicate(), value),
+                    (Partial(), value / weight.spec.mesh.size()),
+                ):
+                    made = DTensor.from_local(share, mesh, [placement] * mesh.ndim)
+                    found, expected = weight.clone(), weight.full_tensor().clone()
+                    result, wanted = operator(found, made), operator(expected, value)
+                    torch.testing.assert_close(found.full_tensor(), expected, msg=name)
+                    if isinstance(result, Tensor):
+                        torch.testing.assert_close(result.full_tensor(), wanted, msg=name)
+
+
 @on_ranks(3)
 def test_gradients_come_back_to_the_dtensor() -> None:
     weight: typing.Any = sharded((3,), is_of_torch=True)[0].weight

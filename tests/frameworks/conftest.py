@@ -7,7 +7,9 @@ import importlib.util
 _NEEDS = {
     "test_accelerate_checkpoints.py": ("accelerate", "transformers"),
     "test_accelerate_files.py": ("accelerate",),
+    "test_accelerate_low_precision.py": ("accelerate", "transformers", "torchao", "peft"),
     "test_accelerate_optimizers.py": ("accelerate", "transformers", "torchao"),
+    "test_accelerate_parallelism.py": ("accelerate",),
     "test_accelerate_settings.py": ("accelerate", "transformers"),
     "test_accelerate_training.py": ("accelerate", "transformers"),
     "test_lightning_fabric.py": ("lightning",),

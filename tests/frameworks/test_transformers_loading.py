@@ -349,3 +349,53 @@ def test_the_trainer_trains_a_model_that_the_load_sharded(
     spawn: Spawn, tmp_path: pathlib.Path
 ) -> None:
     spawn(train_by_trainer, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+
+
+def train_by_accelerate(folder: str) -> None:
+    """Train as it is, then split and sharded by the load, and prepared; save and load that."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from shardkit.integrations import accelerate as integration
+
+    tokens = torch.randint(VOCABULARY, (6, 4, 8), generator=torch.Generator().manual_seed(2))
+    with saved(make_model("as in the model"), f"{folder}/files") as loader, integration.use():
+        plain = load(loader, f"{folder}/files", None).train()
+        loaded = load(loader, f"{folder}/files", {"fsdp_size": 2, "tp_size": 2}).train()
+        accelerator = Accelerator(
+            cpu=True,
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+            parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2),
+        )
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (plain, loaded)]
+        data = torch.utils.data.DataLoader(typing.cast("typing.Any", tokens.flatten(0, 1)), 2)
+        model, optimizer, batches = accelerator.prepare(loaded, optimizers[1], data)
+        assert model is loaded
+        for every, own in zip(tokens, batches, strict=True):
+            found, wanted = model(own, labels=own).loss, plain(every, labels=every).loss
+            accelerator.backward(found)
+            wanted.backward()
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            torch.testing.assert_close(float(norm), float(expected), rtol=1e-5, atol=0)
+            mean = accelerator.reduce(found.detach(), "mean")
+            torch.testing.assert_close(mean, wanted.detach(), rtol=0, atol=TOLERANCE)
+            for each in (optimizer, optimizers[0]):
+                each.step()
+                each.zero_grad()
+        trained = accelerator.get_state_dict(model)
+        for name, value in trained.items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-5, msg=name)
+        accelerator.save_state(f"{folder}/state")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        accelerator.load_state(f"{folder}/state")
+        again = accelerator.get_state_dict(model)
+        assert all(torch.equal(again[name], value) for name, value in trained.items())
+
+
+def test_accelerate_prepares_a_model_that_the_load_split(
+    spawn: Spawn, tmp_path: pathlib.Path
+) -> None:
+    spawn(train_by_accelerate, 4, str(tmp_path), timeout_s=TIMEOUT_S)

@@ -29,6 +29,7 @@ from accelerate.utils.other import is_compiled_module
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 
 from shardkit._compat import torch_autograd
 from shardkit._errors import IntegrationError, OptimizerError, warn_user
@@ -65,7 +66,8 @@ def use() -> Installed:
         IntegrationError: Accelerate or transformers is older than the tested versions (transformers
             is checked at its import); or an `Accelerator` on the CPU was made before. Later, when
             an `Accelerator` is made: it asks for FSDP1, or for a device of XLA. When a model is
-            prepared: only parts of it are sharded.
+            prepared: only parts of it are sharded, or only the first rank is to load values of
+            which some are DTensors or quantized.
         OptimizerError: When an optimizer is prepared: it inherits from one of torchao, and its
             attributes do not give the arguments to make it again.
     """
@@ -88,6 +90,7 @@ def _replace_all(used: Installed) -> None:
     used.replace(state, "__init__", _also_on_cpu(state.__init__))
     accelerator = accelerate.accelerator.Accelerator
     used.replace(accelerator, "_prepare_fsdp2", _also_sharded(accelerator._prepare_fsdp2))
+    used.replace(accelerator, "_prepare_tp", _keep_unsplit(accelerator._prepare_tp))
     utils = accelerate.utils.fsdp_utils
     used.replace(utils, "fsdp2_load_full_state_dict", _load_full_state_dict)
     choose = utils.fsdp2_prepare_auto_wrap_policy
@@ -253,6 +256,31 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
+def _keep_unsplit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the preparation for tensor parallelism: parameters that are not split stay plain.
+
+    Accelerate makes DTensors of them, by a class that transformers 5 does not have. FSDP2 needs
+    that for norms of all parameters, and shardkit does not.
+    """
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any) -> Any:
+        if not self.is_fsdp2:
+            return original(self, *args)
+        models = [each for each in args if isinstance(each, nn.Module)]
+        params = [param for model in models for param in model.parameters()]
+        if params and not any(isinstance(param, DTensor) for param in params):
+            warn_user(
+                f"tp_size={self.parallelism_config.tp_size}, and the model has no DTensors: ranks "
+                f"of 'tp' compute the same. Call torch's parallelize_module(model, "
+                f"accelerator.torch_device_mesh['tp'], ...) before prepare.",
+                is_first_rank=self.is_main_process,
+            )
+        return args
+
+    return prepare
+
+
 def _step_pieces(prepared: Iterable[Any]) -> None:
     """Have torchao's optimizers step this rank's pieces: their compiled steps know only DTensors.
 
@@ -359,8 +387,20 @@ def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 def _load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> nn.Module:
-    """Send the first rank's whole tensors to a model on meta, in parts of 16 MiB."""
+    """Send the first rank's whole tensors to a model on meta, in parts of 16 MiB.
+
+    Raises:
+        IntegrationError: The model has DTensors or quantized weights.
+    """
     del cpu_offload  # The groups know whether to offload.
+    for name, value in full_sd.items():
+        if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+            msg = (
+                f"Accelerate is asked for cpu_ram_efficient_loading, and {name!r} is a "
+                f"{type(value).__name__}: the first rank can send plain tensors only. Set "
+                f"cpu_ram_efficient_loading=False, and load the values on all ranks."
+            )
+            raise IntegrationError(msg)
     load_full(
         full_sd if accelerator.is_main_process else None,
         model,

@@ -250,7 +250,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Indices with only plain tensors (parameters that are not sharded) pass through.
     """
-    if any(type(arg) is ShardedTensor for arg in (*args, *kwargs.values())):  # A common number.
+    # A common number, sharded or a DTensor.
+    if any(hasattr(arg, "full_tensor") for arg in (*args, *kwargs.values())):
         args = tuple(gathered(func, arg) for arg in args)
         kwargs = {key: gathered(func, arg) for key, arg in kwargs.items()}
     if type(args[-1]) is Tensor and args[-1].ndim == 1:  # A number for each entry.
@@ -323,7 +324,7 @@ def _local_entry(func: Any, item: Tensor, reference: Tensor, *, is_written: bool
     if type(item) is ShardedTensor and item.spec.same_cut(spec):
         return item.local_piece
     if item.ndim == 0 and type(item) is not ShardedTensor:
-        return item
+        return item if type(item) is Tensor else gathered(func, item)
     is_copied = is_written and type(item) is ShardedTensor
     if is_copied or torch.broadcast_shapes(item.shape, spec.shape) != spec.shape:
         return None

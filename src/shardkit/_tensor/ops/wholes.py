@@ -100,7 +100,7 @@ def piece_beside(func: Any, arg: Tensor, spec: ShardSpec) -> Tensor:
     """Return the operand beside a piece for a tensor; gather one that is cut in another way."""
     if type(arg) is ShardedTensor and arg.spec.same_cut(spec):
         return arg.local_piece
-    return slice_operand(gathered(func, arg) if type(arg) is ShardedTensor else arg, spec)
+    return slice_operand(arg if type(arg) is Tensor else gathered(func, arg), spec)
 
 
 def cut_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
