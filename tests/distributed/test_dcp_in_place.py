@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import staging
+from torch.distributed.checkpoint import format_utils, staging
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -151,3 +151,18 @@ def test_views_are_loaded_and_refused_in_a_save(tmp_path: Path, which: str) -> N
     part = VIEWS[which](weight)
     dcp.load({"part": part}, checkpoint_id=str(tmp_path / "saved"))
     assert torch.equal(part.full_tensor(), expected)
+
+
+@on_ranks(2)
+def test_the_reader_that_sends_whole_tensors_is_refused(tmp_path: Path) -> None:
+    """It sends a tensor once for each box of a rank, and ranks have different numbers of boxes."""
+    state = {"model": fully_shard(nn.Linear(5, 7)).state_dict()}
+    path = tmp_path / f"rank{dist.get_rank()}.pt"
+    torch.save({"model": nn.Linear(5, 7).state_dict()}, path)
+    with pytest.raises(CheckpointException, match=r"load_full"):
+        dcp.load(
+            state,
+            checkpoint_id=path,
+            storage_reader=format_utils.BroadcastingTorchSaveReader(),
+            planner=format_utils.DynamicMetaLoadPlanner(),
+        )
