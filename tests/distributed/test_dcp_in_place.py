@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import staging
+from torch import nn
+from torch.distributed.checkpoint import format_utils, staging
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from checkpoints import (
@@ -20,7 +22,7 @@ from checkpoints import (
     whole_state,
 )
 from reference import make_mesh, shard
-from shardkit import ShardedTensor
+from shardkit import ShardedTensor, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -129,3 +131,38 @@ def staged_sizes() -> tuple[int, int]:
 def test_a_copy_for_a_later_save_takes_the_memory_of_the_pieces(spawn: Spawn) -> None:
     for staged, whole_nbytes in spawn(staged_sizes, 4):
         assert staged < whole_nbytes * 0.3
+
+
+VIEWS = {"transposed": torch.t, "rows": lambda weight: weight[:3], "flat": lambda w: w.view(-1)}
+
+
+@pytest.mark.parametrize("which", VIEWS)
+@on_ranks(2)
+def test_views_are_loaded_and_refused_in_a_save(tmp_path: Path, which: str) -> None:
+    """A rank would write its own object, and the others would wait when that is read."""
+    plain = nn.Linear(5, 7)
+    expected = VIEWS[which](plain.weight.detach().clone())
+    weight = fully_shard(plain).weight.detach()
+    with pytest.raises(CheckpointException, match=r"'part' is a view of sharded 'weight'"):
+        dcp.save({"part": VIEWS[which](weight)}, checkpoint_id=str(tmp_path / "refused"))
+    values = VIEWS[which](weight).full_tensor()
+    dcp.save({"part": values}, checkpoint_id=str(tmp_path / "saved"))
+    weight.zero_()
+    part = VIEWS[which](weight)
+    dcp.load({"part": part}, checkpoint_id=str(tmp_path / "saved"))
+    assert torch.equal(part.full_tensor(), expected)
+
+
+@on_ranks(2)
+def test_the_reader_that_sends_whole_tensors_is_refused(tmp_path: Path) -> None:
+    """It sends a tensor once for each box of a rank, and ranks have different numbers of boxes."""
+    state = {"model": fully_shard(nn.Linear(5, 7)).state_dict()}
+    path = tmp_path / f"rank{dist.get_rank()}.pt"
+    torch.save({"model": nn.Linear(5, 7).state_dict()}, path)
+    with pytest.raises(CheckpointException, match=r"load_full"):
+        dcp.load(
+            state,
+            checkpoint_id=path,
+            storage_reader=format_utils.BroadcastingTorchSaveReader(),
+            planner=format_utils.DynamicMetaLoadPlanner(),
+        )

@@ -25,6 +25,7 @@ import types
 
 import torch._dynamo.variables.builder
 import torch.distributed._composable.fsdp
+import torch.distributed.checkpoint.format_utils
 import torch.distributed.checkpoint.hf_storage, torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp as fsdp
 import torch.distributed.pipelining

@@ -104,6 +104,8 @@ _STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
 
 _WRITER_MODULE = "torch.distributed.checkpoint.hf_storage"
 
+_READER_MODULE = "torch.distributed.checkpoint.format_utils"
+
 _PUBLIC_STATE_DICT_FUNCTIONS = (
     "get_model_state_dict",
     "get_optimizer_state_dict",
@@ -205,6 +207,33 @@ def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any
     done: torch.futures.Future[list[Any]] = torch.futures.Future()
     done.set_result(results)
     return done
+
+
+def refuse_broadcasting_reader() -> None:
+    """Make torch's reader of whole files refuse sharded tensors, on all ranks.
+
+    It sends a tensor once for each box that a rank needs of it. Ranks need different numbers of
+    boxes, so they would wait for each other without end. Torch's class is that of 2.9.0 to 2.13.0.
+    """
+
+    def wrap_reader(module: types.ModuleType) -> None:
+        reader: Any = getattr(module, "BroadcastingTorchSaveReader", None)
+        if reader is not None and not is_wrapped(reader, "read_data"):
+            wrap(reader, "read_data", _read_if_not_sharded)
+
+    when_imported(_READER_MODULE, wrap_reader)
+
+
+def _read_if_not_sharded(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    sharded = [name for name, value in planner.state_dict.items() if hasattr(value, "local_piece")]
+    if sharded:
+        msg = (
+            f"BroadcastingTorchSaveReader cannot read into sharded tensors, such as "
+            f"{sharded[0]!r}. Use shardkit.checkpoint.load_full(path, model), or convert the file "
+            f"once by torch_save_to_dcp of torch.distributed.checkpoint.format_utils."
+        )
+        raise StateError(msg)
+    return original(reader, plan, planner)
 
 
 def _refuse_full_state_dicts(module: types.ModuleType) -> None:

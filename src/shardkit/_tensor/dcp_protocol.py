@@ -133,3 +133,4 @@ def _chunk_of(box: Box) -> Any:
 
 
 torch_checkpoints.write_boxes_apart()
+torch_checkpoints.refuse_broadcasting_reader()

@@ -214,6 +214,22 @@ class ShardedView(HostValues):
         """Return the values on every rank, a plain tensor. Cost: `ShardedTensor.full_tensor`."""
         return self.clone()
 
+    def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
+        """Refuse: a rank would write the view alone, without the pieces of the others.
+
+        Loads read into a view, because all ranks do so.
+
+        Raises:
+            ShardedTensorError: Always, on all ranks, because they plan a save together.
+        """
+        del tensor
+        msg = (
+            f"{fqn!r} is a view of sharded {self.base.spec.name!r}, shape {tuple(self.shape)}, and "
+            f"torch's distributed checkpoints write sharded tensors and plain ones. Save its "
+            f"full_tensor(), called on all ranks."
+        )
+        raise ShardedTensorError(msg)
+
     def data_ptr(self) -> int:
         """Return an address in the base, which is not memory; see `ShardedTensor.address`."""
         offset = int(self.geometry.storage_offset()) * self.geometry.itemsize
