@@ -190,7 +190,8 @@ def compare(mesh_shape: tuple[int, ...], name: str, is_apart: bool) -> Differenc
     differences, ranks = Differences(), range(dist.get_world_size())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
+        for kind in (DeprecationWarning, FutureWarning):  # Up to torch 2.14, and from 2.15 on.
+            warnings.filterwarnings("ignore", "`torch.jit.script`", kind)
         for step in range(2):
             found = [full(each) for each in USES[name](model, draw(10 * step + dist.get_rank()))]
             for rank in ranks:

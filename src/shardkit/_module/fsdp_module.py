@@ -505,8 +505,9 @@ class FSDPModule(_Base):
 
         It needs `set_manual_backward_finalization`. Call it on the outermost sharded module, on all
         ranks, after the last backward of the step. The settings of the groups count: if backwards
-        ran without gradient sync, turn the sync on before this call. Nothing happens before the
-        first forward.
+        ran without gradient sync, turn the sync on before this call. It also frees the memory of
+        unsharded parameters, unless `set_reshard_after_backward(False)` was called. Nothing happens
+        before the first forward.
 
         Args:
             async_op: Whether to start the reductions only. Then nothing else may be done with the

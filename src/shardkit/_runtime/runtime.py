@@ -659,7 +659,7 @@ class Runtime:
                 settings.sync, settings.all_reduce = sync, all_reduce
 
     def finalize_backward(self, *, handle: object = None) -> None:
-        """Reduce what backwards have left, as the settings of the groups say.
+        """Reduce what backwards have left, and free memory, as the settings of the groups say.
 
         Args:
             handle: Handle whose `end_finalization` waits for the reductions; None: this call waits.
@@ -685,6 +685,9 @@ class Runtime:
             raise StateError(msg)
         self._finish_step(synced, wait=handle is None)
         self.finalization = handle
+        for group in self.groups:  # Schedules of pipelines leave it to this call.
+            if group.settings.reshard_after_backward:
+                self.reshard(group)
 
     def end_finalization(self, handle: object) -> None:
         """Wait for the reductions that `finalize_backward` has started.

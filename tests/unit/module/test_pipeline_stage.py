@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import types
 import typing
 
 import pytest
@@ -18,6 +17,7 @@ import shardkit
 from recording import recording_mesh
 from shardkit import FSDPModule, StateError, fully_shard
 
+FINALIZES = hasattr(PipelineStage, "start_gradient_reduction")  # From torch 2.15 on.
 SCHEDULES = "torch.distributed.pipelining.schedules"
 # What a schedule does, called from its module: by the caller shardkit knows it.
 unshard, reshard = (
@@ -34,21 +34,30 @@ def make_stage(*, reshard_after_forward: bool = True) -> tuple[typing.Any, list[
     return fully_shard(model, mesh, reshard_after_forward=reshard_after_forward), log
 
 
-def go_backward(model: nn.Module, kind: str, **given: typing.Any) -> typing.Any:
+def torchs_stage(model: nn.Module) -> typing.Any:
+    """Return a stage of torch that only knows its module."""
+    stage: typing.Any = object.__new__(PipelineStage)
+    stage.submod, stage.has_backward, stage._gradient_reduction_handle = model, True, None  # noqa: SLF001
+    stage.stage_index, stage.num_stages = 1, 2
+    return stage
+
+
+def go_backward(model: typing.Any, kind: str, **given: typing.Any) -> typing.Any:
     """Run torch's backward of a stage."""
-    stage: typing.Any = types.SimpleNamespace(submod=model)
-    return PipelineStage.backward_maybe_with_nosync(stage, kind, given)
+    if FINALIZES and isinstance(model, FSDPModule):  # Torch does so in each forward.
+        model.set_manual_backward_finalization(True)
+    return torchs_stage(model).backward_maybe_with_nosync(kind, given)
 
 
 def reduce(model: nn.Module) -> None:
     """Run what torch runs after the last backward of a step."""
-    stage: typing.Any = types.SimpleNamespace(submod=model, is_first=False)
+    stage = torchs_stage(model)
     if hasattr(PipelineStage, "perform_reduce_grad"):
-        PipelineStage.perform_reduce_grad(stage, 1)
+        stage.perform_reduce_grad(1)
     else:  # Torch 2.9 does so with the last one.
         given = {"stage_output": torch.zeros(1, requires_grad=True) * 1, "output_grads": None}
         given["input_values"] = []
-        PipelineStage.backward_maybe_with_nosync(stage, "full", given, last_backward=True)
+        stage.backward_maybe_with_nosync("full", given, last_backward=True)
 
 
 def count(log: list[tuple[str, int]], what: str) -> int:

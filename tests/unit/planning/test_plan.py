@@ -260,9 +260,17 @@ def test_a_model_that_needs_values_is_named() -> None:
     planned()  # Nothing of the failed plan is left.
 
 
+class StopsByValue(torch.optim.SGD):
+    """Steps while gradients are large."""
+
+    def step(self, closure: typing.Any = None) -> None:
+        if any(param.grad.norm().item() > 1 for param in self.param_groups[0]["params"]):
+            super().step(closure)
+
+
 def test_an_optimizer_that_needs_values_or_a_device_is_not_taken_for_the_model() -> None:
     fused = functools.partial(torch.optim.SGD, fused=True)
-    for optimizer in (torch.optim.Rprop, fused, lambda params: LocalOptimizer(params, AdamW)):
+    for optimizer in (StopsByValue, fused, lambda params: LocalOptimizer(params, AdamW)):
         with pytest.raises(ConfigError, match="a step of the optimizer needs values"):
             planned(optimizer=optimizer)
 
