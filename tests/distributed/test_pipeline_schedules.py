@@ -138,19 +138,24 @@ def make_stages(case: Case, mesh: DeviceMesh, **options: typing.Any) -> dict[int
     return stages
 
 
-def make_schedule(case: Case, stages: dict[int, PipelineStage]) -> typing.Any:
+def make_schedule(
+    case: Case, stages: dict[int, PipelineStage], **options: typing.Any
+) -> typing.Any:
     given = [*stages.values()]
     return case.schedule(
         given if len(case.layers) > 2 else given[0],
         n_microbatches=MICRO_BATCHES,
         loss_fn=F.mse_loss,
+        **options,
     )
 
 
-def run_step(schedule: typing.Any, case: Case, mesh: DeviceMesh, step: int) -> None:
+def run_step(
+    schedule: typing.Any, case: Case, mesh: DeviceMesh, step: int, **options: typing.Any
+) -> None:
     x, y = draw(mesh.get_local_rank("dp"), step)
     has_first = 0 in stages_of(case, mesh)
-    schedule.step(*([x] if has_first else []), target=y)
+    schedule.step(*([x] if has_first else []), target=y, **options)
 
 
 def plain_backward(plain: nn.Module, num_pipelines: int, step: int) -> None:
@@ -206,6 +211,37 @@ def test_schedules_of_torch_train_as_without_them(
         train_schedule, 2 * num_pipelines, name, num_pipelines, options, timeout_s=TIMEOUT_S
     )
     assert_within(found, grad=TOLERANCE, parameter=TOLERANCE)
+
+
+def train_over_calls(name: str, options: dict[str, typing.Any]) -> Differences:
+    """Train on two calls of the schedule for each step, of which the second ends it."""
+    case = CASES[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    plain, stages = make_plain(case), make_stages(case, mesh)
+    schedule = make_schedule(case, stages, **options)
+    optimizer = torch.optim.SGD(params_of(stages), lr=0.05)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05)
+    differences = Differences()
+    for step in range(STEPS):
+        for call in range(2):
+            run_step(schedule, case, mesh, 2 * step + call, finalize_gradients=call == 1)
+            plain_backward(plain, 2, 2 * step + call)
+        for index, stage in stages.items():
+            differences.note_grads(stage.submod, plain[index])
+            assert stage.submod.memory_stats()["unsharded_nbytes"] == 0
+        step_all((optimizer, reference))
+    return differences
+
+
+@pytest.mark.skipif(
+    not hasattr(PipelineStage, "start_gradient_reduction"),
+    reason="schedules have these options from torch 2.15 on",
+)
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_of_several_calls(spawn: Spawn, name: str) -> None:
+    options = {"defer_reduce_grad_wait": True} if name in UNSHARDED_BY_SCHEDULE else {}
+    found = spawn(train_over_calls, 4, name, options, timeout_s=TIMEOUT_S)
+    assert_within(found, grad=TOLERANCE)
 
 
 def count_collectives(name: str, reshard: bool) -> dict[str, list[int]]:

@@ -64,10 +64,11 @@ def test_the_state_tells_what_users_chose() -> None:
     assert get_state(nn.Linear(2, 2)) is None
     assert state._mp_policy == state._fsdp_param_group.mp_policy == policy
     assert root._get_fsdp_state()._fsdp_param_group is None  # The layer has all parameters.
+    assert state._comm_ctx is state._comm_ctx is not root._get_fsdp_state()._comm_ctx
     for is_freed in (True, False):
         module.set_reshard_after_backward(is_freed)
         assert state._fsdp_param_group.reshard_after_backward is is_freed
-    for each, name in ((state, "_comm_ctx"), (state._fsdp_param_group, "fsdp_params")):
+    for each, name in ((state, "_lazy_init"), (state._fsdp_param_group, "fsdp_params")):
         assert not hasattr(each, name)
         with pytest.raises(AttributeError, match=rf"'{name}' .* is internal to FSDP2"):
             getattr(each, name)
