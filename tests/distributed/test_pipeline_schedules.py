@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 import typing
@@ -138,19 +139,24 @@ def make_stages(case: Case, mesh: DeviceMesh, **options: typing.Any) -> dict[int
     return stages
 
 
-def make_schedule(case: Case, stages: dict[int, PipelineStage]) -> typing.Any:
+def make_schedule(
+    case: Case, stages: dict[int, PipelineStage], **options: typing.Any
+) -> typing.Any:
     given = [*stages.values()]
     return case.schedule(
         given if len(case.layers) > 2 else given[0],
         n_microbatches=MICRO_BATCHES,
         loss_fn=F.mse_loss,
+        **options,
     )
 
 
-def run_step(schedule: typing.Any, case: Case, mesh: DeviceMesh, step: int) -> None:
+def run_step(
+    schedule: typing.Any, case: Case, mesh: DeviceMesh, step: int, **options: typing.Any
+) -> None:
     x, y = draw(mesh.get_local_rank("dp"), step)
     has_first = 0 in stages_of(case, mesh)
-    schedule.step(*([x] if has_first else []), target=y)
+    schedule.step(*([x] if has_first else []), target=y, **options)
 
 
 def plain_backward(plain: nn.Module, num_pipelines: int, step: int) -> None:
@@ -206,6 +212,34 @@ def test_schedules_of_torch_train_as_without_them(
         train_schedule, 2 * num_pipelines, name, num_pipelines, options, timeout_s=TIMEOUT_S
     )
     assert_within(found, grad=TOLERANCE, parameter=TOLERANCE)
+
+
+@pytest.mark.skipif(
+    "finalize_gradients" not in inspect.signature(ScheduleGPipe.step).parameters,
+    reason="torch before 2.15 reduces at the end of each step of a schedule",
+)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_steps_of_schedules_accumulate_gradients(name: str) -> None:
+    """Reductions of one stage are awaited after those of another one have started."""
+    case = CASES[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    plain, stages = make_plain(case), make_stages(case, mesh)
+    defers = "defer_reduce_grad_wait" in inspect.signature(case.schedule.__init__).parameters
+    options = {"defer_reduce_grad_wait": True} if defers else {}
+    schedule = make_schedule(case, stages, **options)
+    differences = Differences()
+    for step in range(4):
+        run_step(schedule, case, mesh, step, finalize_gradients=step % 2 == 1)
+        plain_backward(plain, PIPELINES, step)
+        if step % 2 == 0:
+            continue
+        for index, stage in stages.items():
+            differences.note_grads(stage.submod, plain[index])
+            assert stage.submod.memory_stats()["unsharded_nbytes"] == 0
+            stage.submod.zero_grad()
+        plain.zero_grad()
+    assert_within([differences], grad=TOLERANCE)
 
 
 def count_collectives(name: str, reshard: bool) -> dict[str, list[int]]:

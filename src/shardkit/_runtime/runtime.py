@@ -659,7 +659,9 @@ class Runtime:
                 settings.sync, settings.all_reduce = sync, all_reduce
 
     def finalize_backward(self, *, handle: object = None) -> None:
-        """Reduce what backwards have left, as the settings of the groups say.
+        """Reduce what backwards have left, as the settings of the groups say, and free memory.
+
+        A pipeline of torch, from 2.15 on, ends its step so, and does not call `reshard` after it.
 
         Args:
             handle: Handle whose `end_finalization` waits for the reductions; None: this call waits.
@@ -685,6 +687,9 @@ class Runtime:
             raise StateError(msg)
         self._finish_step(synced, wait=handle is None)
         self.finalization = handle
+        for group in self.groups:
+            if group.settings.reshard_after_backward:
+                self.reshard(group)
 
     def end_finalization(self, handle: object) -> None:
         """Wait for the reductions that `finalize_backward` has started.

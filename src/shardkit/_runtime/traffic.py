@@ -507,6 +507,7 @@ class Reductions:
         self._queued_nbytes = 0
         self._under_way: list[ParamGroup] = []
         self._num_sent = 0  # Number of the first of these whose send buffers are free.
+        self._unended: Sequence[ParamGroup] = ()  # Reduced by backwards that did not wait.
 
     def use_streams(self, streams: Any) -> None:
         """Reduce on other streams from now on, see `set_debug`."""
@@ -640,8 +641,12 @@ class Reductions:
 
     @property
     def unfinished(self) -> str | None:
-        """Text that says what no backward has waited for yet; None: nothing."""
-        left = (*self._queued, *self._under_way)
+        """Text that says what no backward has waited for yet; None: nothing.
+
+        Even if a gather has waited for the last reduction, ranks have not told each other yet which
+        parameters they used.
+        """
+        left = self._unended
         return f"the reduction of {left[0].name!r} was not waited for" if left else None
 
     def finish_partial(self) -> None:
@@ -686,6 +691,7 @@ class Reductions:
         if not synced:
             return
         self._start_queued()
+        self._unended = synced
         if not wait:
             return
         self._used.start(self._streams)
@@ -696,6 +702,7 @@ class Reductions:
                 group.gradients.settle(used[group.index])
         for group in synced:
             group.gradients.forget_fired()
+        self._unended = ()
         if self._is_host_synchronous:
             self._used.check_alike()
 
@@ -705,6 +712,7 @@ class Reductions:
         for group in dict.fromkeys((*self._under_way, *self._groups)):
             group.gradients.reset(self._slots)
         self._under_way.clear()
+        self._unended = ()
         self._num_sent = 0
         self._queued.clear()
         self._queued_nbytes = 0
