@@ -200,3 +200,42 @@ def test_partial_sums_are_not_taken_for_gradients() -> None:
     model.set_requires_all_reduce(True)
     model.finalize_backward()
     assert model.weight.grad.full_tensor().tolist() == [[2.0] * 3]
+
+
+@on_ranks(2)
+def test_steps_before_the_end_are_warned_of() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    with pytest.warns(UserWarning, match=r"steps without a gradient.*finalize_backward\(\)"):
+        optimizer.step()
+    backward(model)
+    backward(model)
+    assert any(param.grad is not None for param in model.parameters())  # Of the first backwards.
+    optimizer.step()
+    if dist.get_rank() > 0:
+        backward(model)
+    else:
+        with pytest.warns(UserWarning, match=r"a part of the gradients only: call finalize_back"):
+            backward(model)
+
+
+@on_ranks(2)
+def test_gradients_that_an_exception_has_dropped_are_warned_of() -> None:
+    model = linear()
+    backward(model)
+    hook = model[1].register_forward_hook(lambda *_: model.unknown)
+    with pytest.raises(AttributeError, match="unknown"):
+        model(torch.ones(1, 3))
+    hook.remove()
+    with pytest.warns(UserWarning, match="gradients of its earlier backwards"):
+        model.finalize_backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_conversion_before_the_end_is_refused() -> None:
+    model = linear()
+    backward(model)
+    with refused("gradients wait to be synced. Finish the step before"):
+        model.double()

@@ -479,6 +479,8 @@ class Reductions:
         report: Function that reports reductions, if there is one.
         peak_nbytes: Largest number of bytes that buffers of reductions took so far.
         waits_at_end: Whether the end of a backward waits for its reductions, if it is the last.
+        unended: Groups of backwards that did not wait for their reductions, and for which nobody
+            has waited since.
     """
 
     def __init__(
@@ -494,6 +496,7 @@ class Reductions:
         self.order = ReduceOrder()
         self.peak_nbytes = 0
         self.waits_at_end = True
+        self.unended: Sequence[ParamGroup] = ()
         self._groups = groups
         self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
         self._streams = streams
@@ -507,7 +510,6 @@ class Reductions:
         self._queued_nbytes = 0
         self._under_way: list[ParamGroup] = []
         self._num_sent = 0  # Number of the first of these whose send buffers are free.
-        self._unended: Sequence[ParamGroup] = ()  # Reduced by backwards that did not wait.
 
     def use_streams(self, streams: Any) -> None:
         """Reduce on other streams from now on, see `set_debug`."""
@@ -646,7 +648,7 @@ class Reductions:
         Even if a gather has waited for the last reduction, ranks have not told each other yet which
         parameters they used.
         """
-        left = self._unended
+        left = self.unended
         return f"the reduction of {left[0].name!r} was not waited for" if left else None
 
     def finish_partial(self) -> None:
@@ -691,8 +693,8 @@ class Reductions:
         if not synced:
             return
         self._start_queued()
-        self._unended = synced
         if not wait:
+            self.unended = synced
             return
         self._used.start(self._streams)
         self.finish_all()  # order: the optimizer waits for all reductions
@@ -702,7 +704,7 @@ class Reductions:
                 group.gradients.settle(used[group.index])
         for group in synced:
             group.gradients.forget_fired()
-        self._unended = ()
+        self.unended = ()
         if self._is_host_synchronous:
             self._used.check_alike()
 
@@ -712,7 +714,7 @@ class Reductions:
         for group in dict.fromkeys((*self._under_way, *self._groups)):
             group.gradients.reset(self._slots)
         self._under_way.clear()
-        self._unended = ()
+        self.unended = ()
         self._num_sent = 0
         self._queued.clear()
         self._queued_nbytes = 0
