@@ -125,7 +125,9 @@ class MixedPrecisionPolicy:
                 f"or in param_dtype ({self.param_dtype}). Return one of them, or None."
             )
             raise WrapError(msg)
-        return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
+        if dtype is None or not dtype.is_floating_point:  # Numbers of other kinds are never cast.
+            dtype = self.param_dtype
+        return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
 
 
 class BackwardPrefetch(enum.Enum):

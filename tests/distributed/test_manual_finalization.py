@@ -59,15 +59,24 @@ class Chosen(nn.Module):
             nn.init.ones_(layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[dist.get_rank()](x)
+        return self.layers[dist.get_rank() % 2](x)
 
 
-@on_ranks(2)
-def test_ranks_that_used_different_layers() -> None:
-    model = fully_shard(Chosen())
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@on_ranks("shape")
+def test_ranks_that_used_different_layers(shape: tuple[int, ...], in_background: bool) -> None:
+    """Ranks tell each other so also where an evaluation has waited for the last reduction."""
+    model: typing.Any = fully_shard(Chosen(), mesh=make_mesh(shape))
+    model.set_reduce_scatter_max_input_buffers(1)
     model.set_manual_backward_finalization(True)
     model(torch.ones(1, 3)).sum().backward()
-    model.finalize_backward()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    handle = model.finalize_backward(async_op=in_background)
+    if in_background:
+        handle.wait()
     for layer in model.layers:
         assert layer.weight.grad.full_tensor().tolist() == [[0.5] * 3] * 3
 
@@ -106,6 +115,21 @@ def test_before_the_end_there_are_no_gradients() -> None:
     handle.wait()
     assert all(param.grad is not None for param in model.parameters())
     backward(model)
+
+
+@on_ranks(2)
+def test_it_frees_the_parameters_that_backwards_kept() -> None:
+    """Pipelines of torch 2.15 keep them until the last micro-batch, and free them by this call."""
+    model = linear()
+    for frees in (True, False):
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        backward(model)
+        assert model.memory_stats()["unsharded_nbytes"] > 0
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(frees)
+        model.finalize_backward()
+        assert (model.memory_stats()["unsharded_nbytes"] == 0) == frees
 
 
 @on_ranks(2)
@@ -176,3 +200,42 @@ def test_partial_sums_are_not_taken_for_gradients() -> None:
     model.set_requires_all_reduce(True)
     model.finalize_backward()
     assert model.weight.grad.full_tensor().tolist() == [[2.0] * 3]
+
+
+@on_ranks(2)
+def test_steps_before_the_end_are_warned_of() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    with pytest.warns(UserWarning, match=r"steps without a gradient.*finalize_backward\(\)"):
+        optimizer.step()
+    backward(model)
+    backward(model)
+    assert any(param.grad is not None for param in model.parameters())  # Of the first backwards.
+    optimizer.step()
+    if dist.get_rank() > 0:
+        backward(model)
+    else:
+        with pytest.warns(UserWarning, match=r"a part of the gradients only: call finalize_back"):
+            backward(model)
+
+
+@on_ranks(2)
+def test_gradients_that_an_exception_has_dropped_are_warned_of() -> None:
+    model = linear()
+    backward(model)
+    hook = model[1].register_forward_hook(lambda *_: model.unknown)
+    with pytest.raises(AttributeError, match="unknown"):
+        model(torch.ones(1, 3))
+    hook.remove()
+    with pytest.warns(UserWarning, match="gradients of its earlier backwards"):
+        model.finalize_backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_conversion_before_the_end_is_refused() -> None:
+    model = linear()
+    backward(model)
+    with refused("gradients wait to be synced. Finish the step before"):
+        model.double()

@@ -79,6 +79,9 @@ def test_a_parameter_may_keep_its_dtype() -> None:
     others = MixedPrecisionPolicy(BF16)
     assert policy.for_param(nn.Parameter(torch.ones(2))) == policy.for_param(None) == others
     assert others.for_param(kept) is others
+    codes = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+    own = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: param.dtype)
+    assert own.for_param(codes).dtypes_for(codes.dtype) == (torch.uint8, torch.uint8)
 
 
 @pytest.mark.parametrize("answer", [FP16, "bf16", True])

@@ -162,16 +162,17 @@ class StageGroup(_ReadOnly):
 class StageState(_ReadOnly):
     """Replaces FSDP2's state of a module, of which packages read the choices of users.
 
-    Up to torch 2.14 `PipelineStage` needs one thing of it. At the end of a step it has each group
-    of the state reduce, and then has the state end a backward. Here that last call does all of it.
+    Up to torch 2.14 `PipelineStage` ends a step by it: it has each group of the state reduce, and
+    then has the state end a backward. Here that last call does all of it. From torch 2.15 on
+    schedules ask whether stages have one ``_comm_ctx``, which FSDP2's stages may not share.
     """
 
     def __init__(self, finish_step: Callable[[], None]) -> None:
         vars(self).update(
             __self__=finish_step.__self__,  # type: ignore[attr-defined]
+            _comm_ctx=finish_step.__self__,  # type: ignore[attr-defined]
             _state_ctx=types.SimpleNamespace(all_states=()),
             _root_post_backward_final_callback=finish_step,
-            _comm_ctx=_ReadOnly(),  # Torch's schedules ask whether stages have the same one.
         )
 
     @property

@@ -503,11 +503,14 @@ class FSDPModule(_Base):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards of a step: reduce what is left, wait, and set ``.grad``.
 
+        Parameters that backwards have kept are freed, except after
+        `set_reshard_after_backward(False)`. Before this call ``.grad`` may lack a part: do not
+        read, clip or clear gradients.
+
         It needs `set_manual_backward_finalization`. Call it on the outermost sharded module, on all
         ranks, after the last backward of the step. The settings of the groups count: if backwards
-        ran without gradient sync, turn the sync on before this call. It also frees the memory of
-        unsharded parameters, unless `set_reshard_after_backward(False)` was called. Nothing happens
-        before the first forward.
+        ran without gradient sync, turn the sync on before this call. Nothing happens before the
+        first forward.
 
         Args:
             async_op: Whether to start the reductions only. Then nothing else may be done with the
@@ -574,7 +577,8 @@ class FSDPModule(_Base):
         Then unsharded parameters have the same address each time, from the next unshard on, as
         graphs of devices need that others capture. The group's memory serves no other group
         meanwhile: it costs the bytes of the unsharded parameters. `shardkit.capture` does not need
-        it. On XLA devices it changes nothing.
+        it, and `memory_stats` does not count what is kept. After ``keep=False`` the memory is freed
+        when the parameters are resharded next. On XLA devices it changes nothing.
         """
         for group in groups_in(self, recurse=recurse):
             group.set_keep_unsharded_storage(keep)

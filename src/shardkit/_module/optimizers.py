@@ -380,7 +380,9 @@ def _warn_of_unsynced(optimizer: Optimizer) -> None:
     if optimizer in _told_of_sync or any(param.grad is not None for param in params):
         return
     held = set(map(id, params))
-    waiting = [group for group in _groups if group.gradients.buffer_nbytes]
+    waiting = [
+        group for group in _groups if group.gradients.buffer_nbytes or group.gradients.is_reducing
+    ]
     entries = [entry for group in waiting for b in group.buckets for entry in b.entries]
     name = next((entry.name for entry in entries if id(entry.param) in held), None)
     if name is not None:

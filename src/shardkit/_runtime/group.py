@@ -213,7 +213,7 @@ class ParamGroup:
         Raises:
             StateError: They cannot share a bucket any more, or unsynced gradients would be lost.
         """
-        if self.gradients.buffer_nbytes:
+        if self.gradients.buffer_nbytes or self.gradients.is_reducing:
             msg = (
                 f"parameters of {self.name!r} were replaced while gradients wait to be synced. "
                 f"Finish the step before converting the module."

@@ -365,6 +365,8 @@ class Runtime:
         if not torch.is_grad_enabled() and self._gathers_like_the_last(root):
             self.used.compare_in_inference(self.streams)
         has_changed = self._take_up_changes()
+        if has_changed and self.reductions.unended:
+            self._warn_of_early_step()
         nbytes, is_idle = self._sizes()  # Parameters may have been converted.
         self.schedule.set_sizes(nbytes, is_idle=is_idle)
         if self.optimizer_event is not None:
@@ -379,6 +381,17 @@ class Runtime:
             first = self.groups[0]
             _events.observer.begin_pass("forward", first.name, first.number)
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
+
+    def _warn_of_early_step(self) -> None:
+        """Warn that an optimizer has probably stepped with a part of the gradients."""
+        how = "call set_is_last_backward(True) before the last backward of a step"
+        if self.settings.finalizes_by_hand:
+            how = "call finalize_backward() before optimizer.step()"
+        msg = (
+            f"parameters were changed while gradients were being reduced. If an optimizer has "
+            f"stepped, it had a part of the gradients only: {how}."
+        )
+        warn_user(msg, is_first_rank=self.groups[0].mesh.is_first_rank)
 
     def note_inputs(self, inputs: Any) -> None:
         """Note whether a forward's inputs require gradients, so that other ranks computed them."""
@@ -659,7 +672,9 @@ class Runtime:
                 settings.sync, settings.all_reduce = sync, all_reduce
 
     def finalize_backward(self, *, handle: object = None) -> None:
-        """Reduce what backwards have left, and free memory, as the settings of the groups say.
+        """Reduce what backwards have left, as the settings of the groups say, and free memory.
+
+        A pipeline of torch, from 2.15 on, ends its step so, and does not call `reshard` after it.
 
         Args:
             handle: Handle whose `end_finalization` waits for the reductions; None: this call waits.
@@ -685,7 +700,7 @@ class Runtime:
             raise StateError(msg)
         self._finish_step(synced, wait=handle is None)
         self.finalization = handle
-        for group in self.groups:  # Schedules of pipelines leave it to this call.
+        for group in self.groups:
             if group.settings.reshard_after_backward:
                 self.reshard(group)
 
@@ -760,7 +775,9 @@ class Runtime:
 
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
-        if self._ended_in_exception and any(group.gradients.are_unsynced for group in self.groups):
+        if self._ended_in_exception and (
+            any(group.gradients.are_unsynced for group in self.groups) or self.reductions.unfinished
+        ):
             warn_user(
                 "an exception ended a step. The gradients of its earlier backwards, which were not "
                 "synced yet, are dropped. Call optimizer.zero_grad(), and begin with the first "

@@ -479,6 +479,8 @@ class Reductions:
         report: Function that reports reductions, if there is one.
         peak_nbytes: Largest number of bytes that buffers of reductions took so far.
         waits_at_end: Whether the end of a backward waits for its reductions, if it is the last.
+        unended: Groups of backwards that did not wait for their reductions, and for which nobody
+            has waited since.
     """
 
     def __init__(
@@ -494,6 +496,7 @@ class Reductions:
         self.order = ReduceOrder()
         self.peak_nbytes = 0
         self.waits_at_end = True
+        self.unended: Sequence[ParamGroup] = ()
         self._groups = groups
         self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
         self._streams = streams
@@ -640,8 +643,12 @@ class Reductions:
 
     @property
     def unfinished(self) -> str | None:
-        """Text that says what no backward has waited for yet; None: nothing."""
-        left = (*self._queued, *self._under_way)
+        """Text that says what no backward has waited for yet; None: nothing.
+
+        Even if a gather has waited for the last reduction, ranks have not told each other yet which
+        parameters they used.
+        """
+        left = self.unended
         return f"the reduction of {left[0].name!r} was not waited for" if left else None
 
     def finish_partial(self) -> None:
@@ -687,6 +694,7 @@ class Reductions:
             return
         self._start_queued()
         if not wait:
+            self.unended = synced
             return
         self._used.start(self._streams)
         self.finish_all()  # order: the optimizer waits for all reductions
@@ -696,6 +704,7 @@ class Reductions:
                 group.gradients.settle(used[group.index])
         for group in synced:
             group.gradients.forget_fired()
+        self.unended = ()
         if self._is_host_synchronous:
             self._used.check_alike()
 
@@ -705,6 +714,7 @@ class Reductions:
         for group in dict.fromkeys((*self._under_way, *self._groups)):
             group.gradients.reset(self._slots)
         self._under_way.clear()
+        self.unended = ()
         self._num_sent = 0
         self._queued.clear()
         self._queued_nbytes = 0
