@@ -32,6 +32,7 @@ for module in (state_dict, _state_dict_utils):
     for name in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict"):
         assert hasattr(getattr(module, name), "wraps_torch"), (module, name)
 assert hasattr(_state_dict_utils._broadcast_tensors, "wraps_torch")
+import torch.distributed.checkpoint.format_utils
 import torch._dynamo.config
 assert not any(type(finder).__name__ == "AfterImport" for finder in sys.meta_path)
 """
