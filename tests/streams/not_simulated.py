@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+_SUMS = "gloo's exchange sums in fp32; collective libraries of accelerators sum in the dtype on the wire"
 _REASONS = {
     "(4,)": "on two ranks and on 2x2 the same code runs, in less time",
     "(3,)": "on two ranks and on 2x2 the same code runs, in less time",
     "gpt": "with the small model the same code of the backend runs, in less time",
     "adamw": "optimizers run on compute alone, and SGD's cases show the rest",
-    "test_bf16_reduction_sums_in_fp32": "gloo's exchange sums in fp32; collective libraries of "
-    "accelerators sum in the dtype on the wire",
+    "test_bf16_reduction_sums_in_fp32": _SUMS,
+    "test_some_parameters_keep_their_dtype[gloo-(2,)-reduce_dtype0]": _SUMS,
+    "test_some_parameters_keep_their_dtype[gloo-(2,)-None]": _SUMS,
     "test_what_an_interrupt_leaves_unfinished_is_waited_for": "no rank reads from another",
     "test_batch_normalization_trains_as_in_ddp": "DDP asks its work for a future, which simulated "
     "collectives have not got",
