@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_SUMS = "gloo's exchange sums in fp32; collective libraries of accelerators sum in the dtype on the wire"
+_SUMS = "gloo's exchange sums in fp32; libraries of accelerators sum in the dtype on the wire"
 _REASONS = {
     "(4,)": "on two ranks and on 2x2 the same code runs, in less time",
     "(3,)": "on two ranks and on 2x2 the same code runs, in less time",
