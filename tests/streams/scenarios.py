@@ -72,7 +72,7 @@ def kept_slots(run: Run) -> Training:
 
 def bf16_reduction(run: Run) -> Training:
     """Reduction in bf16, whose results are cast."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return train(Training(run, tolerance=BF16_TOLERANCE, mp_policy=policy))
 
 
@@ -84,7 +84,7 @@ def fp16(run: Run) -> Training:
 
 def hybrid(run: Run) -> Training:
     """Sums over the shard axis go on to the replicate axis, on the next stream."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return train(Training(run, shape=(2, 1), tolerance=BF16_TOLERANCE, mp_policy=policy))
 
 

@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, typing.Any]] = {
     "zero3": {},
     "zero2": {"reshard_after_forward": False},
     "wide_reduction": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
-    "narrow_reduction": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
+    "narrow_reduction": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)},
     "hybrid": {"shape": (2, 2)},
     "lora": {},
     "older_torch": {},
