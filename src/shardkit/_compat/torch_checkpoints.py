@@ -167,13 +167,18 @@ def write_boxes_apart() -> None:
     torch consolidates like those of other ranks. Torch's class and arguments are those of 2.9.0 to
     2.13.0.
     """
+    _wrap_method(_WRITER_MODULE, "HuggingFaceStorageWriter", "write_data", _write_in_rounds)
 
-    def wrap_writer(module: types.ModuleType) -> None:
-        writer: Any = getattr(module, "HuggingFaceStorageWriter", None)
-        if writer is not None and not is_wrapped(writer, "write_data"):
-            wrap(writer, "write_data", _write_in_rounds)
 
-    when_imported(_WRITER_MODULE, wrap_writer)
+def _wrap_method(module: str, cls: str, name: str, replacement: Callable[..., Any]) -> None:
+    """Wrap a method of a class of torch when its module is imported, if torch has it."""
+
+    def wrap_it(imported: types.ModuleType) -> None:
+        owner: Any = getattr(imported, cls, None)
+        if owner is not None and not is_wrapped(owner, name):
+            wrap(owner, name, replacement)
+
+    when_imported(module, wrap_it)
 
 
 def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
@@ -215,13 +220,7 @@ def refuse_broadcasting_reader() -> None:
     It sends a tensor once for each box that a rank needs of it. Ranks need different numbers of
     boxes, so they would wait for each other without end. Torch's class is that of 2.9.0 to 2.13.0.
     """
-
-    def wrap_reader(module: types.ModuleType) -> None:
-        reader: Any = getattr(module, "BroadcastingTorchSaveReader", None)
-        if reader is not None and not is_wrapped(reader, "read_data"):
-            wrap(reader, "read_data", _read_if_not_sharded)
-
-    when_imported(_READER_MODULE, wrap_reader)
+    _wrap_method(_READER_MODULE, "BroadcastingTorchSaveReader", "read_data", _read_if_not_sharded)
 
 
 def _read_if_not_sharded(original: Any, reader: Any, plan: Any, planner: Any) -> Any:

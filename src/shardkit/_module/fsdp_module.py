@@ -486,11 +486,12 @@ class FSDPModule(_Base):
                 ended that was not finalized.
         """
         settings = settings_of_root(self)
+        if enabled == settings.finalizes_by_hand:
+            return  # Pipelines of torch call it in each forward.
         runtime = state_of(self).runtime
-        is_open = runtime is not None and (
-            runtime.backward.is_running or runtime.reductions.unfinished or runtime.finalization
-        )
-        if is_open and enabled != settings.finalizes_by_hand:
+        if runtime is not None and (
+            runtime.backward.is_running or runtime.reductions.unended or runtime.finalization
+        ):
             msg = (
                 "set_manual_backward_finalization() was called before the step's backwards were "
                 "finalized. Call it before the first backward of a step."

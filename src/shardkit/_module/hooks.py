@@ -146,11 +146,11 @@ class ModuleState:
         if not groups:
             return None
         refuse_summoned(groups, "a forward, or unshard(), was called")
+        self._refuse_inner_choices(states)
         awaited = self._gone_and_awaited(groups)
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
             entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
-        self._refuse_inner_choices(states)
         self.name_params(groups, roots)
         for group in groups:
             group.is_root = group is self.group

@@ -356,7 +356,7 @@ class Runtime:
         if self._has_new_options:
             self._check_prefetches()
         if self.finalization is not None:
-            self._refuse_finalization("a forward")
+            self._refuse_before_wait("a forward")
         if self._ended_in_exception:
             if self.backward.is_running:
                 self.streams.note_error(RuntimeError("an exception in a backward"))
@@ -727,23 +727,22 @@ class Runtime:
                 f"backward of the step, before the gradients are clipped."
             )
             raise StateError(msg)
-        self._refuse_finalization(call)
+        if self.finalization is not None:
+            self._refuse_before_wait(call)
         refuse_summoned(groups, f"{call} was called")
 
-    def _refuse_finalization(self, what: str) -> None:
-        if self.finalization is not None:
-            msg = (
-                f"{what} was called before the wait() of the handle that "
-                f"finalize_backward(async_op=True) returned. Call it first."
-            )
-            raise StateError(msg)
+    def _refuse_before_wait(self, what: str) -> None:
+        msg = (
+            f"{what} was called before the wait() of the handle that "
+            f"finalize_backward(async_op=True) returned. Call it first."
+        )
+        raise StateError(msg)
 
     def _finish_step(self, groups: Sequence[ParamGroup], *, wait: bool = True) -> None:
         """Reduce what waits in some groups, if anything does."""
-        is_open = self.reductions.unfinished
         self.reductions.finish_partial()
         left = [group for group in groups if group.has_pending]
-        if left or is_open:
+        if left or self.reductions.unended:
             self.backward.finish_step(left, wait=wait)
             self.gathers.trim()
 
