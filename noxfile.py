@@ -71,6 +71,7 @@ SIMULATED = [
     for name in (
         "parity",
         "mixed_precision",
+        "grad_dtype",
         "batch_normalization",
         "settings",
         "lists_and_roots",

@@ -54,7 +54,7 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     if problem:
         msg = f"sharded {spec.name!r} is {problem}. {remedy}"
         raise ShardedTensorError(msg)
-    is_param = isinstance(tensor, nn.Parameter)
+    is_param, grad_dtype = isinstance(tensor, nn.Parameter), torch_tensors.grad_dtype_of(tensor)
     return rebuild_tensor, (
         tensor.local_piece.detach(),
         spec.name,
@@ -65,6 +65,7 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
         tensor.requires_grad,
         is_param,
         user_attributes(tensor) if is_param else {},
+        *((grad_dtype,) if is_param and grad_dtype is not tensor.dtype else ()),
     )
 
 
@@ -78,6 +79,7 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
     requires_grad: bool,  # noqa: FBT001
     is_param: bool,  # noqa: FBT001
     attributes: dict[str, Any],
+    *grad_dtype: torch.dtype | None,
 ) -> ShardedTensor:
     """Return a sharded tensor that was pickled, bound to a mesh of this process.
 
@@ -106,6 +108,8 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
         return sharded
     result: Any = nn.Parameter(sharded, requires_grad=requires_grad)
     result.__dict__.update(attributes)
+    for dtype in grad_dtype:  # Written if the user chose one.
+        result.grad_dtype = dtype
     assert isinstance(result, ShardedTensor)
     return result
 

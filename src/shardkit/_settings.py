@@ -56,15 +56,16 @@ class MixedPrecisionPolicy:
     """Dtypes of one group; the names mean the same as in FSDP2.
 
     The sharded parameters keep the dtype they were made in (`orig_dtype`), and the optimizer
-    steps in it. If all dtypes are ``None``, nothing is cast.
+    steps in it. Their gradients have this dtype, or the one that was set as ``param.grad_dtype``.
+    If all dtypes are ``None``, nothing is cast.
 
     Args:
         param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
             ``None``: the parameter's own.
         reduce_dtype: Dtype of gradients on the wire. Where shardkit itself adds them (gloo),
-            numbers of a dtype narrower than fp32 are added in fp32. ``None``: as in the FSDP2 of
-            the installed torch, `param_dtype` up to torch 2.14, and the parameter's own dtype from
-            2.15 on.
+            numbers of a dtype narrower than fp32 are added in fp32. ``None``: the dtype that was
+            set as ``param.grad_dtype``; else as in the FSDP2 of the installed torch, `param_dtype`
+            up to torch 2.14, and the parameter's own dtype from 2.15 on.
         output_dtype: Dtype that floating-point outputs of the module's forward are cast to.
         cast_forward_inputs: Whether to cast floating-point inputs of the module's forward to
             `param_dtype`.
@@ -98,16 +99,25 @@ class MixedPrecisionPolicy:
             )
             raise WrapError(msg)
 
-    def dtypes_for(self, orig_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return (compute dtype, reduce dtype) of a parameter stored in `orig_dtype`.
+    def dtypes_for(
+        self, orig_dtype: torch.dtype, grad_dtype: torch.dtype | None
+    ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """Return the dtypes (compute, reduce, sharded gradient) of a parameter.
 
         Only floating-point parameters are cast: complex ones would lose their imaginary part.
+
+        Args:
+            orig_dtype: Dtype in which the parameter is stored.
+            grad_dtype: Dtype that torch wants of its gradient; None: any.
         """
         if not orig_dtype.is_floating_point:
-            return orig_dtype, orig_dtype
+            return orig_dtype, orig_dtype, orig_dtype
         param_dtype = self.param_dtype or orig_dtype
         unset = orig_dtype if REDUCES_AS_STORED else param_dtype
-        return param_dtype, self.reduce_dtype or unset
+        if grad_dtype not in (None, orig_dtype):
+            unset = grad_dtype
+        reduce_dtype = self.reduce_dtype or unset
+        return param_dtype, reduce_dtype, grad_dtype or reduce_dtype
 
     def for_param(self, param: nn.Parameter | None) -> MixedPrecisionPolicy:
         """Return the policy without its function: for one parameter, or (None) for the others.

@@ -36,7 +36,9 @@ def policy_step(
     Returns:
         The loss of each rank.
     """
-    dtypes = [policy.for_param(parameter).dtypes_for(FP32) for parameter in master.parameters()]
+    dtypes = [
+        policy.for_param(parameter).dtypes_for(FP32, FP32)[:2] for parameter in master.parameters()
+    ]
     sums = [torch.zeros_like(parameter) for parameter in master.parameters()]
     losses = []
     for x, y in ranks.rank_batches(case, step):

@@ -46,19 +46,37 @@ def test_dtypes_of_a_floating_parameter(
     reduce_dtype: torch.dtype,
 ) -> None:
     """Without a `reduce_dtype` gradients are reduced as in the FSDP2 of this torch."""
-    assert policy.dtypes_for(orig_dtype) == (param_dtype, reduce_dtype)
+    assert policy.dtypes_for(orig_dtype, orig_dtype) == (param_dtype, reduce_dtype, orig_dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
 def test_integers_and_bools_are_never_cast(dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    assert policy.dtypes_for(dtype)[0] == dtype
-    assert MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(dtype) == (dtype, dtype)
+    assert policy.dtypes_for(dtype, dtype) == (dtype, dtype, dtype)
+    assert MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(dtype, dtype) == (dtype, dtype, dtype)
 
 
 def test_a_complex_parameter_stays_complex() -> None:
-    param_dtype, _ = MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(torch.complex64)
-    assert param_dtype.is_complex
+    dtypes = MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(torch.complex64, torch.complex64)
+    assert set(dtypes) == {torch.complex64}
+
+
+@pytest.mark.parametrize(
+    ("policy", "chosen", "reduce_dtype", "grad_dtype"),
+    [
+        (MixedPrecisionPolicy(), FP32, FP32, FP32),
+        (MixedPrecisionPolicy(reduce_dtype=FP16), FP32, FP16, FP32),
+        (MixedPrecisionPolicy(reduce_dtype=FP32), None, FP32, FP32),
+        (MixedPrecisionPolicy(), None, BF16, BF16),
+    ],
+)
+def test_gradients_of_a_chosen_dtype_are_reduced_in_it(
+    policy: MixedPrecisionPolicy,
+    chosen: torch.dtype | None,
+    reduce_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+) -> None:
+    assert policy.dtypes_for(BF16, chosen) == (BF16, reduce_dtype, grad_dtype)
 
 
 def test_the_fields_are_those_of_fsdp2_with_the_same_defaults() -> None:
@@ -81,7 +99,7 @@ def test_a_parameter_may_keep_its_dtype() -> None:
     assert others.for_param(kept) is others
     codes = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
     own = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: param.dtype)
-    assert own.for_param(codes).dtypes_for(codes.dtype) == (torch.uint8, torch.uint8)
+    assert set(own.for_param(codes).dtypes_for(codes.dtype, codes.dtype)) == {torch.uint8}
 
 
 @pytest.mark.parametrize("answer", [FP16, "bf16", True])

@@ -3,6 +3,7 @@
 | branch | until which torch |
 | --- | --- |
 | ``HAS_STORAGE_SWAP``: older torch cannot exchange the memory behind two storages | 2.11 |
+| ``HAS_GRAD_DTYPE``: in older torch every gradient has the dtype of its tensor | 2.9 |
 | ``track_views``: XLA tensors that are made inside a dispatch | torch_xla 2.9.0, the last one |
 """
 
@@ -38,11 +39,31 @@ T = TypeVar("T")
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """torch >= 2.12 can exchange two storages' memory (pytorch#177449); older ones are resized."""
 
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+"""torch >= 2.10 lets users choose the dtype of a gradient."""
+
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """Value of `__torch_function__` in tensor subclasses that only need `__torch_dispatch__`."""
 
 plain_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which `__torch_function__` of subclasses is not called."""
+
+
+def grad_dtype_of(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype that torch wants of a tensor's gradient; None: any."""
+    if not HAS_GRAD_DTYPE:
+        return tensor.dtype
+    with plain_torch_functions():
+        dtype: torch.dtype | None = tensor.grad_dtype
+    return dtype
+
+
+def keep_grad_dtype(tensor: Tensor, like: Tensor) -> None:
+    """Let the gradient of a tensor have the dtype that was chosen for another tensor's."""
+    dtype = grad_dtype_of(like)
+    if dtype is not like.dtype:
+        descriptor: Any = torch.Tensor.grad_dtype
+        descriptor.__set__(tensor, dtype)  # Past the checks of subclasses.
 
 
 def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

@@ -322,14 +322,10 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
             if refusal is not None:
                 msg = f"parameter {item.name!r} {refusal}"
                 raise WrapError(msg)
-        with torch_tensors.plain_torch_functions():
-            grad_dtype = getattr(param, "grad_dtype", None)  # Torch 2.9 has none.
+        grad_dtype = torch_tensors.grad_dtype_of(param)
         refusal = refused_grad_dtype(param.dtype, grad_dtype)
         if refusal is not None:
-            msg = (
-                f"parameter {item.name!r} has grad_dtype={grad_dtype}, which fully_shard cannot "
-                f"keep: {refusal} Then set grad_dtype back to {param.dtype}."
-            )
+            msg = f"parameter {item.name!r} has grad_dtype={grad_dtype}: {refusal}"
             raise WrapError(msg)
 
 

@@ -199,12 +199,10 @@ class FSDPModule(_Base):
             groups_in(self, recurse=False), "a conversion (to(), half(), ...) was called"
         )
         self.reshard()
-        attributes = None if state.group is None else state.group.param_attributes()
         conversion = NotedConversion(self, fn)
-        result = super()._apply(conversion.fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        state.note_emptied(conversion)
-        if state.group is not None and attributes is not None:
-            state.group.refresh_params(attributes)
+        with contextlib.nullcontext() if state.group is None else state.group.converted():
+            result = super()._apply(conversion.fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+            state.note_emptied(conversion)
         return result
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

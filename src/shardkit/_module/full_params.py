@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardkit._compat import torch_autograd, torch_modules
+from shardkit._compat import torch_autograd, torch_modules, torch_tensors
 from shardkit._errors import StateError, WrapError
 from shardkit._module.hooks import get_state, groups_in
 from shardkit._params.flat_store import FlatStore
@@ -61,7 +61,10 @@ class WholeBucket:
         store = self._bucket.store
         given = {i: each for i, each in enumerate(tensors) if isinstance(each, ShardedTensor)}
         if isinstance(store, FlatStore):
-            values = torch.zeros_like(store.shard)
+            dtype = next(
+                (each.dtype for each in given.values()), None
+            )  # Gradients may have another.
+            values = torch.zeros_like(store.shard, dtype=dtype)
             for index, each in given.items():
                 store.piece(values, index).copy_(each.local_piece)
             full = store.gather_values(values)
@@ -80,6 +83,7 @@ class WholeBucket:
         else:
             param = nn.Parameter(whole, requires_grad=grad)
         param.__dict__.update({**user_attributes(sharded), **param.__dict__})
+        torch_tensors.keep_grad_dtype(param, sharded)
         return param
 
     @torch_modules.untraced

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardkit._compat import torch_autograd, torch_modules
+from shardkit._compat import torch_autograd, torch_modules, torch_tensors
 from shardkit._errors import WrapError
 from shardkit._params.packing import packing_of
 from shardkit._params.sites import ParamSites
@@ -194,6 +194,7 @@ class Bucket:
         old = self.entries[index].param
         new = nn.Parameter(self.store.sharded(index), requires_grad=old.requires_grad)
         new.__dict__.update(self.store.attributes_of(index))
+        torch_tensors.keep_grad_dtype(new, old)
         if old.grad is not None:
             new.grad = self.store.sharded_grad(index, old.grad.detach())
         for hook in torch_autograd.post_accumulate_grad_hooks(old):

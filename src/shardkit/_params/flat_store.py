@@ -68,6 +68,7 @@ class BucketPlan:
         orig_dtype: Dtype of the shard.
         param_dtype: Dtype of the unsharded parameters.
         reduce_dtype: Dtype of gradients on the wire.
+        grad_dtype: Dtype of sharded gradients.
         device: Device of the unsharded parameters.
         shard_device: Device of the shard.
         home_device: Device where the shard belongs; `shard_device` is meta until it has values.
@@ -84,6 +85,7 @@ class BucketPlan:
     orig_dtype: torch.dtype
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype
     device: torch.device
     shard_device: torch.device
     home_device: torch.device
@@ -115,23 +117,29 @@ class BucketPlan:
     def materialized(self) -> BucketPlan:
         """Return the plan that applies once parameters on the meta device have values."""
         return BucketPlan.of(
-            self.mesh, self.policy, self.offload, dtype=self.orig_dtype, around=self.around
+            self.mesh,
+            self.policy,
+            self.offload,
+            dtype=self.orig_dtype,
+            grad_dtype=self.grad_dtype,
+            around=self.around,
         )
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 - each is a choice of its own
         cls,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         *,
         dtype: torch.dtype,
+        grad_dtype: torch.dtype | None,
         around: DeviceMesh | None,
         is_meta: bool = False,
     ) -> BucketPlan:
         """Return the plan of a bucket stored in `dtype`, whose parameters have values or not."""
         backend = mesh.backend
-        param_dtype, reduce_dtype = policy.dtypes_for(dtype)
+        param_dtype, reduce_dtype, grad_dtype = policy.dtypes_for(dtype, grad_dtype)
         wants_host = isinstance(offload, CPUOffloadPolicy)
         home = torch.device("cpu") if wants_host and not backend.is_dry else backend.device
         is_meta = is_meta and not backend.is_dry
@@ -147,6 +155,7 @@ class BucketPlan:
             orig_dtype=dtype,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
+            grad_dtype=grad_dtype,
             device=meta if is_meta else backend.device,
             shard_device=meta if is_meta else home,
             home_device=home,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # - unsynced: while gradients are not synced, the send buffer stays, and is added to.
 # - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-reduce over the
 #   replicate axis is switched off.
-# - sharded gradient: ``.grad`` of the sharded parameter, a `ShardedTensor` in storage dtype.
+# - sharded gradient: ``.grad`` of the sharded parameter, a `ShardedTensor` in `grad_dtype`.
 
 
 def assign_grad(
@@ -194,8 +194,8 @@ class BucketGradients:
             grad = bucket.store.part_of_gradient(index, grad)
         if grad.requires_grad:
             grad = grad.detach()
-        if grad.dtype is not bucket.plan.orig_dtype:
-            grad = grad.to(bucket.plan.orig_dtype)
+        if grad.dtype is not bucket.plan.grad_dtype:
+            grad = grad.to(bucket.plan.grad_dtype)
         piece = grad if grad.ndim == 1 else grad.reshape(-1)
         if divide_factor is not None:
             piece = piece / divide_factor
@@ -327,7 +327,7 @@ def _flat_of_grads(bucket: Bucket) -> Tensor | None:
     if flat is None or any(grad.flat_start for grad in grads):
         return None
     has_room = (
-        flat.numel() == bucket.store.layout.shard_numel and flat.dtype == bucket.plan.orig_dtype
+        flat.numel() == bucket.store.layout.shard_numel and flat.dtype == bucket.plan.grad_dtype
     )
     return flat if has_room else None
 
@@ -560,7 +560,7 @@ class GroupGradients:
             send=gradients.buffer.flat,
             room=room,
             out_numel=store.layout.shard_numel,
-            out_dtype=wide if is_partial else plan.orig_dtype,
+            out_dtype=wide if is_partial else plan.grad_dtype,
             scale=1.0 if is_partial else self._scale_of(gradients.num_ranks),
             before=self._before(gradients.num_ranks),
             shard_axis=plan.axis,

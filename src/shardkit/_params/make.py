@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardkit._compat.torch_tensors import grad_dtype_of
 from shardkit._errors import StateError
 from shardkit._params.bucket import Bucket
 from shardkit._params.flat_store import BucketPlan, FlatStore
@@ -33,6 +34,7 @@ def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
         StateError: Their dtypes or devices differ, or the group keeps its shards elsewhere.
     """
     first, home = entries[0].param, bucket.plan.home_device.type
+    grad_dtype = grad_dtype_of(first)
     for entry in entries:
         dtype, device = entry.param.dtype, entry.param.device
         if device.type not in (home, "meta"):
@@ -49,6 +51,13 @@ def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
                 f"parameter {entry.name!r} is now {dtype} on {device}, but it shares a buffer with "
                 f"{entries[0].name!r}, {first.dtype} on {first.device}. Convert all parameters of "
                 f"the group alike."
+            )
+            raise StateError(msg)
+        if grad_dtype_of(entry.param) != grad_dtype:
+            msg = (
+                f"parameter {entry.name!r} has grad_dtype={grad_dtype_of(entry.param)}, but it "
+                f"shares a buffer with {entries[0].name!r}, which has grad_dtype={grad_dtype}. Set "
+                f"grad_dtype alike for all parameters of the group, or before fully_shard."
             )
             raise StateError(msg)
     plan, layout = bucket.plan, bucket.store.layout
@@ -108,7 +117,7 @@ def _split_by_kind(
         kind: tuple[Any, ...] = (
             dtype,
             param.device,
-            own.dtypes_for(dtype),
+            own.dtypes_for(dtype, grad_dtype_of(param)),
             param.requires_grad,
             packing_of(entry) is not None,
             id(entry.mesh),
@@ -138,7 +147,15 @@ def _plan_for(
     dtype, own = stored_dtype(first), first.mesh or mesh
     around = next((entry.around for entry in entries if entry.around is not None), None)
     is_meta = first.param.is_meta
-    return BucketPlan.of(own, policy, offload, dtype=dtype, around=around, is_meta=is_meta)
+    return BucketPlan.of(
+        own,
+        policy,
+        offload,
+        dtype=dtype,
+        grad_dtype=grad_dtype_of(first.param),
+        around=around,
+        is_meta=is_meta,
+    )
 
 
 def _store_class(

@@ -403,6 +403,7 @@ def _describe(
             str(bucket.plan.orig_dtype),
             str(bucket.plan.param_dtype),
             str(bucket.plan.reduce_dtype),
+            str(bucket.plan.grad_dtype),
             entry.param.requires_grad,
             entry.param.device.type,
             values.get(id(entry)),
@@ -534,10 +535,11 @@ def _first_written_difference(
 
 
 def _show_param(param: Sequence[Any]) -> str:
-    _, shape, orig_dtype, param_dtype, reduce_dtype, trainable, device_type, _ = param
+    _, shape, orig_dtype, param_dtype, reduce_dtype, grad_dtype, trainable, device_type, _ = param
     return (
         f"{shape} {orig_dtype} on {device_type} (computed in {param_dtype}, "
-        f"reduced in {reduce_dtype}, {'trainable' if trainable else 'frozen'})"
+        f"reduced in {reduce_dtype}, gradients in {grad_dtype}, "
+        f"{'trainable' if trainable else 'frozen'})"
     )
 
 

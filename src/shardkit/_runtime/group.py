@@ -224,17 +224,28 @@ class ParamGroup:
             move_buffers(module, self.mesh.backend)  # After `to_empty(device="cpu")`.
         self._set_buckets(buckets)
 
-    def param_attributes(self) -> list[dict[str, Any]]:
-        """Return the attributes that users have set on the parameters, in order."""
-        return [user_attributes(param) for bucket in self.buckets for param in bucket.sharded]
+    @contextlib.contextmanager
+    def converted(self) -> Iterator[None]:
+        """Keep what users have set on the parameters, while the block exchanges their pieces.
 
-    def refresh_params(self, attributes: Sequence[dict[str, Any]]) -> None:
-        """Set the former attributes on the parameters; `refresh` if all of them were replaced.
+        Gradients of a dtype of their own (``grad_dtype``) stay in it. At the end of the block the
+        pieces are laid end to end, if all of them were replaced.
 
         Raises:
             StateError: See `refresh`.
         """
         params = [param for bucket in self.buckets for param in bucket.sharded]
+        attributes = [user_attributes(param) for param in params]
+        chosen = [(p, torch_tensors.grad_dtype_of(p), p.grad) for p in params]
+        chosen = [(param, dtype, grad) for param, dtype, grad in chosen if dtype is not param.dtype]
+        for param, _, _ in chosen:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, dtype, grad in chosen:
+                param.grad_dtype = dtype
+                param.grad = None if grad is None else grad.to(param.device)
         for param, was_set in zip(params, attributes, strict=True):
             for name, value in was_set.items():
                 param.__dict__.setdefault(name, value)

@@ -114,12 +114,12 @@ class ClaimsClass:
 
 def refused_grad_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> str | None:
     """Return why gradients of parameters of a dtype cannot have a wanted one; None: they can."""
-    if wanted in (None, dtype):
+    if wanted in (None, dtype) or (dtype.is_floating_point and wanted.is_floating_point):
         return None
     return (
-        f"its sharded gradient always has the dtype of the parameter, {dtype}. For sums over the "
-        f"ranks in {wanted} pass MixedPrecisionPolicy(reduce_dtype={wanted}). For gradients in it "
-        f"keep the parameter in it, and pass param_dtype={dtype} to compute in."
+        f"gradients of {dtype} are averaged over the ranks, and {wanted} would round them or drop "
+        f"a part of them. Set grad_dtype to {dtype}, or to another floating-point dtype if the "
+        f"parameter has one."
     )
 
 
@@ -154,21 +154,28 @@ class ClientAnswers(ClaimsClass, HostValues):
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """The dtype that torch wants of a gradient: that of this tensor; None: any."""
+        """The dtype of the gradient: that of this tensor, or the one that was set.
+
+        None: the gradient keeps the dtype in which ranks reduced it.
+        """
         return self._grad_dtype.__get__(self)  # type: ignore[no-any-return]
 
     @grad_dtype.setter
     def grad_dtype(self, dtype: torch.dtype | None) -> None:
-        """Take what changes nothing.
+        """Choose the dtype of gradients, from the next forward on.
 
         Raises:
-            ShardedTensorError: It is another dtype than that of this tensor.
+            ShardedTensorError: It cannot hold gradients of this tensor.
+            RuntimeError: There is a gradient of another dtype; torch raises.
         """
         refusal = refused_grad_dtype(self.dtype, dtype)
         if refusal is not None:
             msg = f"sharded {self.spec.name!r} cannot take grad_dtype={dtype}: {refusal}"
             raise ShardedTensorError(msg)
+        is_new = dtype is not self.grad_dtype
         self._grad_dtype.__set__(self, dtype)
+        if is_new and isinstance(self, torch.nn.Parameter):
+            self.replace_piece(self.local_piece)  # So its group sees it, as it sees conversions.
 
     @property
     def _grad_dtype(self) -> Any:

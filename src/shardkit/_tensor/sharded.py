@@ -410,10 +410,11 @@ class ShardedTensor(ClientAnswers):
         if isinstance(self, torch.nn.Parameter):
             new = torch.nn.Parameter(new, requires_grad=self.requires_grad)
         new.__dict__.update(user_attributes(self))
+        torch_tensors.keep_grad_dtype(new, self)
         grad, self.grad = self.grad, None
         torch.utils.swap_tensors(self, new)
         if grad is not None:
-            self.grad = grad.to(self.dtype)
+            self.grad = grad.to(torch_tensors.grad_dtype_of(self) or grad.dtype)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """Return this rank's piece: 1-D, maybe empty; it shares memory with this tensor.
@@ -526,6 +527,7 @@ class ShardedTensor(ClientAnswers):
             self.copy_(other)
         result = torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad)
         result.__dict__.update(user_attributes(self))
+        torch_tensors.keep_grad_dtype(result, self)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -537,6 +539,7 @@ class ShardedTensor(ClientAnswers):
             result = ShardedTensor(self.local_piece.detach().clone(), self.spec)
         memo[id(self)] = result
         result.requires_grad_(self.requires_grad)
+        torch_tensors.keep_grad_dtype(result, self)
         for name, value in self.__dict__.items():
             if name not in _OWN_ATTRIBUTES:
                 result.__dict__[name] = copy.deepcopy(value, memo)

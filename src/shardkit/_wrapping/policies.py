@@ -114,7 +114,7 @@ class ModuleTree:
     def nbytes(self, params: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> int:
         """Return the bytes of parameters in the dtype in which they are gathered."""
         cut = map(numel_and_dtype, params)
-        return sum(numel * policy.dtypes_for(dtype)[0].itemsize for numel, dtype in cut)
+        return sum(numel * policy.dtypes_for(dtype, dtype)[0].itemsize for numel, dtype in cut)
 
     def may_be_unit(self, module: nn.Module) -> bool:
         """Whether a policy may choose a module: it is called, and holds parameters."""

@@ -395,8 +395,8 @@ class Batch:
             self._owned.marks[index] = Mark(param)
 
     def _piece_of_gradient(self, index: int) -> Tensor:
-        group = self._owned.group
-        spec, grad = group.params[index].spec, group.params[index].grad
+        param = self._owned.group.params[index]
+        spec, grad = param.spec, param.grad
         if not isinstance(grad, ShardedTensor) or not grad.spec.same_cut(spec):
             msg = (
                 f"the gradient of {spec.name!r}, shape {tuple(spec.shape)}, is a "
@@ -404,7 +404,7 @@ class Batch:
                 f"make gradients, or assign a filled zeros_like(parameter)."
             )
             raise OptimizerError(msg)
-        return grad.local_piece
+        return grad.local_piece.to(param.dtype)
 
 
 # --- the optimizer --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ Stub = types.SimpleNamespace
 def rebuild_on(*params: tuple[str, torch.dtype], home: str, policy: OffloadPolicy) -> None:
     """Rebuild a bucket at home on `home`, of parameters that are now elsewhere."""
     entries: typing.Any = [
-        Stub(name=f"w{i}", param=Stub(dtype=dtype, device=torch.device(device)))
+        Stub(name=f"w{i}", param=Stub(dtype=dtype, grad_dtype=dtype, device=torch.device(device)))
         for i, (device, dtype) in enumerate(params)
     ]
     bucket: typing.Any = Stub(plan=Stub(home_device=torch.device(home), offload=policy))
