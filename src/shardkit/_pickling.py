@@ -85,8 +85,16 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
 
     Raises:
         MeshError: This process has no such mesh.
-        ShardedTensorError: The piece belongs to another rank.
+        ShardedTensorError: The piece belongs to another rank, or is read without its values.
     """
+    if type(piece).__name__ == "FakeTensor":
+        msg = (
+            f"sharded {name!r} is loaded under a FakeTensorMode, without its values. Such a reader "
+            f"takes the bytes of the whole, {tuple(shape)}, from the file by itself, and this file "
+            f"holds a piece. Load it by torch.load without that mode, or save the model by "
+            f"shardkit.checkpoint.save or torch.distributed.checkpoint."
+        )
+        raise ShardedTensorError(msg)
     mesh = _find_mesh(name, described)
     axis = mesh.backend.axis(mesh.ndim - 1)
     if axis.rank != position:

@@ -14,6 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
 from recording import recording_mesh
@@ -257,6 +258,14 @@ def test_the_piece_of_another_rank_is_refused() -> None:
     with pytest.raises(ShardedTensorError, match=r"piece 1 of .*'tokens.weight'.*position 0"):
         torch.load(file, weights_only=True)
     assert other.rank == 0
+
+
+def test_a_load_without_values_is_refused() -> None:
+    """A reader of torch loads so, and then reads the bytes of a whole at the place of a piece."""
+    mesh, _ = recording_mesh((2,))
+    file = saved(make(mesh).state_dict())
+    with FakeTensorMode(), pytest.raises(ShardedTensorError, match=r"'tokens.weight' is loaded un"):
+        torch.load(file)
 
 
 def test_without_such_a_mesh_the_error_says_how_to_make_it() -> None:
