@@ -68,14 +68,16 @@ class CollectiveSequence:
     def append(self, collective: Collective) -> None:
         """Note that a collective is being issued."""
         mark, position, history = self._mark, self.position, self._history
-        is_foretold = mark is not None and history[mark % _MAX_KNOWN] == collective
+        foretold = None if mark is None else history[mark % _MAX_KNOWN]
+        if foretold is not None and foretold == collective:
+            collective = foretold  # Later steps add no objects.
         if len(history) < _MAX_KNOWN:
             history.append(collective)
         else:
             history[position % _MAX_KNOWN] = collective
         self.position = position = position + 1
         last, self._last = self._last, collective
-        if is_foretold:
+        if collective is foretold:
             assert mark is not None
             self._mark = mark + 1
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 from shardkit.backends.watch import history as module
@@ -60,6 +61,17 @@ def test_what_is_known_does_not_grow_for_ever(monkeypatch) -> None:  # noqa: ANN
         sequence.append(Collective("all-gather", str(number), 8))
     assert len(sequence._after) <= 10  # noqa: SLF001
     assert len(sequence._history) == 10  # noqa: SLF001
+
+
+def test_later_steps_keep_no_objects() -> None:
+    def number() -> int:
+        return sum(type(each) is Collective for each in gc.get_objects())
+
+    sequence = CollectiveSequence()
+    surprises(STEP * 2, sequence)
+    before = number()
+    surprises(STEP * 100, sequence)
+    assert number() == before
 
 
 def test_the_last_ones_are_told() -> None:
