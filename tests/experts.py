@@ -122,5 +122,5 @@ def batches(step: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean squared error."""
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
+    """Return the mean squared error, in the dtype of the target: older torch mixes none."""
+    return nn.functional.mse_loss(model(batch[0]).to(batch[1].dtype), batch[1])

@@ -26,6 +26,7 @@ from planned_runs import (
     planned,
     without_frees,
 )
+from shardkit._compat import torch_tensors
 from shardkit._events import StepEvent, StepObserver, observed_by
 
 if typing.TYPE_CHECKING:
@@ -214,6 +215,13 @@ _UNSEEN = {"_runtime/agreement.py:note_step"}
 """The optimizer's temporaries are gone when it runs, and no edge lies between."""
 
 
+needs_swap = pytest.mark.skipif(
+    not torch_tensors.HAS_STORAGE_SWAP,
+    reason="Torch before 2.12 resizes storages, which a plan sees an event later than ranks do.",
+)
+
+
+@needs_swap
 @pytest.mark.helpers
 def test_a_buffer_in_any_function_of_the_runtime_is_found(spawn: Spawn) -> None:
     plans = [planned(CASES["few experts"], rank).peaks for rank in range(2)]
@@ -223,6 +231,7 @@ def test_a_buffer_in_any_function_of_the_runtime_is_found(spawn: Spawn) -> None:
         assert {place for place, is_found in found.items() if not is_found} <= _UNSEEN
 
 
+@needs_swap
 @pytest.mark.streams
 @pytest.mark.parametrize("name", ["bf16", "hybrid", "accumulation"])
 def test_a_plan_for_an_accelerator_is_what_its_ranks_do(name: str, spawn: Spawn) -> None:

@@ -44,6 +44,8 @@ SPREAD: dict[str, tuple[tuple[int, ...], tuple[Placement, ...] | None]] = {
     "copy": ((5, 3), (Replicate(), Replicate())),
     "plain": ((4, 3), None),
 }
+if torch.__version__.startswith(("2.10.", "2.11.")):
+    del SPREAD["groups"]  # There DTensors that are cut so have no backward.
 
 # (mesh shape, how many of its last axes are those of the DTensors)
 SPREADS = {
