@@ -113,10 +113,9 @@ class MixedPrecisionPolicy:
         if not orig_dtype.is_floating_point:
             return orig_dtype, orig_dtype, orig_dtype
         param_dtype = self.param_dtype or orig_dtype
-        unset = orig_dtype if REDUCES_AS_STORED else param_dtype
-        if grad_dtype not in (None, orig_dtype):
-            unset = grad_dtype
-        reduce_dtype = self.reduce_dtype or unset
+        is_chosen = grad_dtype not in (None, orig_dtype)
+        unset = grad_dtype if is_chosen or REDUCES_AS_STORED else param_dtype
+        reduce_dtype = self.reduce_dtype or unset or param_dtype
         return param_dtype, reduce_dtype, grad_dtype or reduce_dtype
 
     def for_param(self, param: nn.Parameter | None) -> MixedPrecisionPolicy:

@@ -197,7 +197,8 @@ def as_result(layout: Layout) -> typing.Any:
     """Return a test's parameter: a layout whose meshes the function gives as torch's results."""
     fsdp = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
     missing = pytest.mark.skipif(
-        not hasattr(fsdp, "ShardPlacementResult"), reason="Torch before 2.12 has no ShardPlacementResult."
+        not hasattr(fsdp, "ShardPlacementResult"),
+        reason="Torch before 2.12 has no ShardPlacementResult.",
     )
     return pytest.param(dataclasses.replace(layout, form="result"), marks=missing)
 

@@ -79,6 +79,10 @@ def test_gradients_of_a_chosen_dtype_are_reduced_in_it(
     assert policy.dtypes_for(BF16, chosen) == (BF16, reduce_dtype, grad_dtype)
 
 
+def test_gradients_of_any_dtype_are_reduced_as_computed() -> None:
+    assert MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(FP32, None) == (BF16, BF16, BF16)
+
+
 def test_the_fields_are_those_of_fsdp2_with_the_same_defaults() -> None:
     mine = {field.name: field.default for field in dataclasses.fields(MixedPrecisionPolicy)}
     theirs = {field.name: field.default for field in dataclasses.fields(TorchPolicy)}
