@@ -15,7 +15,7 @@ from parity import Ranks, on_meshes
 from reference import shard
 from shardkit import MixedPrecisionPolicy, StateError, summon_full_params
 from shardkit._compat.torch_tensors import HAS_GRAD_DTYPE
-from shardkit.optim import LocalOptimizer
+from shardkit.optim import LocalOptimizer, MatrixOptimizer
 
 if typing.TYPE_CHECKING:
     from parity import Run
@@ -209,3 +209,26 @@ def step_masters(ranks: Ranks) -> None:
 @on_meshes((2,), (2, 2), xla=())
 def test_masters_are_stepped_with_fp32_gradients(run: Run) -> None:
     run(step_masters)
+
+
+def step_matrices(ranks: Ranks) -> None:
+    """Optimizers of whole matrices get gradients in the dtype of the parameter."""
+    plain, given = made(ranks, BF16)
+    choose(given, FP32)
+    sharded = shard(CASE, given, ranks.mesh)
+    optimizer = MatrixOptimizer(sharded.parameters(), torch.optim.Adafactor, lr=0.05)
+    reference = torch.optim.Adafactor(plain.parameters(), lr=0.05)
+    for step in range(2):
+        for param, grad in zip(plain.parameters(), averages(ranks, plain, step), strict=True):
+            param.grad = grad.to(BF16)
+        reference.step()
+        backward(ranks, sharded, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for param, whole in zip(sharded.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.full_tensor(), whole.detach(), rtol=0, atol=0)
+
+
+@on_meshes((2,), (2, 2), xla=())
+def test_matrices_are_stepped_with_gradients_of_their_dtype(run: Run) -> None:
+    run(step_matrices)
