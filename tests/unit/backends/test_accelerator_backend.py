@@ -50,7 +50,8 @@ def mesh_on(device: str, *, has_own_memory: bool = True) -> typing.Any:
 
 
 def found_on(*devices: str) -> list[typing.Any]:
-    facts = {"requires_grad": True, "dtype": torch.float32, "_backward_hooks": None}
+    facts = {"requires_grad": True, "_backward_hooks": None}
+    facts |= dict.fromkeys(("dtype", "grad_dtype"), torch.float32)
     params = [Stub(device=torch.device(device), **facts) for device in devices]
     return [ParamEntry(f"layer.{i}", param, []) for i, param in enumerate(params)]  # type: ignore[arg-type]
 
