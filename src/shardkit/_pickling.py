@@ -54,7 +54,8 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     if problem:
         msg = f"sharded {spec.name!r} is {problem}. {remedy}"
         raise ShardedTensorError(msg)
-    is_param, grad_dtype = isinstance(tensor, nn.Parameter), torch_tensors.grad_dtype_of(tensor)
+    is_param = isinstance(tensor, nn.Parameter)
+    is_chosen = is_param and torch_tensors.is_grad_dtype_chosen(tensor)
     return rebuild_tensor, (
         tensor.local_piece.detach(),
         spec.name,
@@ -65,7 +66,7 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
         tensor.requires_grad,
         is_param,
         user_attributes(tensor) if is_param else {},
-        *((grad_dtype,) if is_param and grad_dtype is not tensor.dtype else ()),
+        *((torch_tensors.grad_dtype_of(tensor),) if is_chosen else ()),
     )
 
 

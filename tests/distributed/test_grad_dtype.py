@@ -141,6 +141,10 @@ def convert_and_copy(ranks: Ranks) -> None:
             param.grad.add_(1)
     for param, wanted in zip(sharded.parameters(), before, strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), wanted + 1)
+    if hasattr(torch.Tensor, "_has_grad_dtype_override"):  # Torch 2.15 knows that it was chosen.
+        sharded.zero_grad()
+        sharded.to(FP64).to(BF16)
+        assert {param.grad_dtype for param in sharded.parameters()} == {FP64}
     plain.to(BF16)
     sharded.load_state_dict(sharded.state_dict(), assign=True)
     written = io.BytesIO()

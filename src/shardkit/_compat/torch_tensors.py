@@ -4,6 +4,7 @@
 | --- | --- |
 | ``HAS_STORAGE_SWAP``: older torch cannot exchange the memory behind two storages | 2.11 |
 | ``HAS_GRAD_DTYPE``: in older torch every gradient has the dtype of its tensor | 2.9 |
+| ``is_grad_dtype_chosen``: older torch does not say that a tensor's own dtype was chosen | 2.14 |
 | ``track_views``: XLA tensors that are made inside a dispatch | torch_xla 2.9.0, the last one |
 """
 
@@ -58,12 +59,18 @@ def grad_dtype_of(tensor: Tensor) -> torch.dtype | None:
     return dtype
 
 
+def is_grad_dtype_chosen(tensor: Tensor) -> bool:
+    """Whether a user has chosen the dtype of a tensor's gradient, so that conversions keep it."""
+    with plain_torch_functions():
+        differs = grad_dtype_of(tensor) is not tensor.dtype
+        return bool(getattr(tensor, "_has_grad_dtype_override", differs))
+
+
 def keep_grad_dtype(tensor: Tensor, like: Tensor) -> None:
     """Let the gradient of a tensor have the dtype that was chosen for another tensor's."""
-    dtype = grad_dtype_of(like)
-    if dtype is not like.dtype:
+    if is_grad_dtype_chosen(like):
         descriptor: Any = torch.Tensor.grad_dtype
-        descriptor.__set__(tensor, dtype)  # Past the checks of subclasses.
+        descriptor.__set__(tensor, grad_dtype_of(like))  # Past the checks of subclasses.
 
 
 def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

@@ -236,8 +236,11 @@ class ParamGroup:
         """
         params = [param for bucket in self.buckets for param in bucket.sharded]
         attributes = [user_attributes(param) for param in params]
-        chosen = [(p, torch_tensors.grad_dtype_of(p), p.grad) for p in params]
-        chosen = [(param, dtype, grad) for param, dtype, grad in chosen if dtype is not param.dtype]
+        chosen = [
+            (param, torch_tensors.grad_dtype_of(param), param.grad)
+            for param in params
+            if torch_tensors.is_grad_dtype_chosen(param)
+        ]
         for param, _, _ in chosen:
             param.grad = None
         try:
