@@ -110,6 +110,7 @@ def serve() -> list[str]:
             if (pid := os.fork()) == 0:
                 return prepare(*args)
             living.add(pid)
+            codes.pop(pid, None)  # Of an earlier process with this id.
             answer(pid)
             continue
         (pid,) = args

@@ -10,6 +10,7 @@ import typing
 
 import launched_training
 import pytest
+from torch.distributed.launcher import LaunchConfig
 
 from launching import ASK_SOON, start_ranks
 from shardkit.launch import worker
@@ -85,6 +86,43 @@ def test_a_diagnosis_comes_last_where_ranks_part(tmp_path: pathlib.Path) -> None
     assert "rank 1: " in last
     assert "launched_training.py" in last
     assert "`go_wrong`, in " in last
+
+
+_ALONE = """
+import os, signal, sys, time
+
+print("one", flush=True)
+if "--hang-up" in sys.argv:
+    os.kill(os.getppid(), signal.SIGHUP)
+time.sleep(1)
+print("two", flush=True)
+print("three", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_run_goes_on_without_its_terminal(tmp_path: pathlib.Path) -> None:
+    """As by `nohup` and a pipe whose other end is closed, such as that of `head`."""
+    script = tmp_path / "alone.py"
+    script.write_text(_ALONE)
+    # Older torch has no choice of signals: it takes the hang-up for an order to end.
+    option = ["--hang-up"] if "signals_to_handle" in LaunchConfig.__dataclass_fields__ else []
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        ["nohup", sys.executable, "-m", "shardkit", "launch", str(script), *option],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        cwd=tmp_path,
+    )
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] three" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_options_and_errors_are_told(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardkit import checkpoint
-from two_hosts import Host, Running, two_hosts
+from two_hosts import Host, Running, run, two_hosts
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -163,6 +163,34 @@ def test_a_slow_cable(hosts: Hosts, tmp_path: pathlib.Path) -> None:
         assert ended.code == 0, ended.output
         assert "RankMismatchError" not in ended.output
     assert_all_steps_are_plain(tmp_path)
+
+
+def test_hosts_without_ipv4(hosts: Hosts, tmp_path: pathlib.Path) -> None:
+    """They train, and doctor finds nothing wrong."""
+    a, b = (host._replace(address=f"fd00:77::{number}") for number, host in enumerate(hosts, 1))
+    for host in (a, b):
+        inside = ("ip", "-n", host.namespace, "addr")
+        run(*inside, "flush", "dev", host.interface)
+        run(*inside, "add", f"{host.address}/64", "dev", host.interface, "nodad")
+    for running in launch_both((a, b), tmp_path, options=ONE_RANK_EACH):
+        ended = running.wait(LIMIT_S)
+        assert ended.code == 0, ended.output
+    assert_all_steps_are_plain(tmp_path)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": a.address, "MASTER_PORT": "29600"}
+    command = (sys.executable, "-m", "shardkit", "doctor")
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    own = [
+        {"RANK": str(rank), "GLOO_SOCKET_IFNAME": host.interface, **common, **path}
+        for rank, host in enumerate((a, b))
+    ]
+    started = [
+        host.start(*command, cwd=tmp_path, environment=each)
+        for host, each in zip((a, b), own, strict=True)
+    ]
+    examined, other = (running.wait(LIMIT_S) for running in started)
+    assert (examined.code, other.code) == (0, 0), examined.output + other.output
+    assert f"{b.interface} {b.address}" in examined.output
+    assert "ERROR" not in examined.output
 
 
 def test_an_interface_that_leads_nowhere(hosts: Hosts, tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import socket
 import time
 import typing
@@ -12,6 +13,12 @@ import torch
 from shardkit._doctor.facts import Machine, RankFacts
 
 GIB = 2**30
+
+
+def has_ipv6() -> bool:
+    """Whether this machine reaches itself by it."""
+    file = pathlib.Path("/proc/net/if_inet6")
+    return file.exists() and f"{1:032x}" in file.read_text()
 
 
 @dataclasses.dataclass

@@ -66,9 +66,11 @@ class Answerer:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind(("", 0))
-        self._socket.listen(_MOST)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, backlog=_MOST, dualstack_ipv6=both
+        )
         self._free = threading.BoundedSemaphore(_MOST)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="shardkit-doctor", daemon=True).start()

@@ -75,7 +75,7 @@ class RankFacts:
     devices: list[str]  # Names of the devices that this rank sees.
     num_cards: int  # Number of cards (NVIDIA, AMD) that the system has, seen by torch or not.
     host_addresses: list[str]  # Addresses that the name of the host resolves to.
-    interfaces: dict[str, str]  # Addresses (IPv4) of network interfaces that are up, by name.
+    interfaces: dict[str, str]  # Address of each network interface, IPv4 if it has one, by name.
     address: str  # Address of the interface towards rank 0's host.
     port: int  # Port where it answers other ranks.
     shm_nbytes: int | None  # Size of shared memory; None: there is none.
@@ -291,6 +291,7 @@ def _first_line(error: BaseException) -> str:
 _SHM = "/dev/shm"  # noqa: S108 - where the system has shared memory
 _ENGINES = ("gloo", "nccl", "mpi", "xccl")
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
+_LINK_LOCAL = "fe80:"  # Other hosts reach such an address only if they name an interface, too.
 _PRODUCT = 192
 _REPEATS = 5
 
@@ -315,11 +316,11 @@ class Machine:
         return list(dict.fromkeys(str(item[4][0]) for item in found))
 
     def address_towards(self, host: str) -> str:
-        """Return this machine's address on the way to a host."""
-        try:
-            return address_towards(host, family=socket.AF_INET)
-        except OSError:
-            return "127.0.0.1"
+        """Return this machine's address on the way to a host: IPv4 if there is such a way."""
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):
+                return address_towards(host, family=family)
+        return "127.0.0.1"
 
     def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
         """Return a connection, or raise `OSError`."""
@@ -343,9 +344,9 @@ class Machine:
             **_devices(),
             "num_cards": cards,
             "interfaces": {
-                name: addresses[0]
+                name: usable[0]
                 for name, addresses in interface_addresses().items()
-                if addresses and "." in addresses[0]
+                if (usable := [each for each in addresses if not each.startswith(_LINK_LOCAL)])
             },
             "shm_nbytes": None if shm is None else shm.total,
             "shm_free_nbytes": None if shm is None else shm.free,

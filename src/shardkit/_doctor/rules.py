@@ -129,7 +129,9 @@ def _system(f: RankFacts) -> Iterator[Finding]:
 
 
 def _host_name(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    """Yield problems of the addresses to which the host's name resolves."""
+    """Yield problems of the addresses to which the host's name resolves, if gloo uses the name."""
+    if f.environment.keys() & {"GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFADDR"}:
+        return
     entry = f"'{f.address} {f.host}'"
     if not f.host_addresses:
         yield _found(
@@ -217,12 +219,10 @@ def _is_below(limit: int | None, least: int) -> bool:
 
 def _has_only_loopback(facts: RankFacts, checkup: Checkup) -> bool:
     """Whether other hosts cannot reach the addresses of the host's name, which gloo sends them."""
-    chosen = {"GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFADDR"} & set(facts.environment)
     return (
         bool(facts.host_addresses)
         and all(each.startswith("127.") or each == "::1" for each in facts.host_addresses)
         and checkup.num_hosts > 1
-        and not chosen
     )
 
 

@@ -441,7 +441,8 @@ class RankLines:
 
     The agent writes the text that it finds in a rank's file, which may be half a line. This stream
     keeps a line until it is complete, so that lines of different ranks do not mix. With `colour`,
-    each header has the colour of its rank.
+    each header has the colour of its rank. What cannot be shown is left out, since ranks need no
+    reader: the terminal may be closed, the other end of a pipe, or a disk full.
     """
 
     def __init__(self, stream: TextIO, *, colour: bool) -> None:
@@ -455,11 +456,12 @@ class RankLines:
         with self._lock:
             found = _HEADER.match(text)
             if found is None:
-                return self._stream.write(text)
+                self._show(text)
+                return len(text)
             rank = int(found[1])
             line = self._unfinished.pop(rank, "") + text[found.end() :]
             if line.endswith("\n"):
-                self._show(rank, line)
+                self._show_line(rank, line)
             else:
                 self._unfinished[rank] = line
         return len(text)
@@ -468,21 +470,24 @@ class RankLines:
         """Show unfinished lines. The stream below stays open."""
         with self._lock:
             for rank, line in sorted(self._unfinished.items()):
-                self._show(rank, f"{line}\n")
+                self._show_line(rank, f"{line}\n")
             self._unfinished.clear()
-            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         if name not in {"flush", "isatty", "fileno", "encoding", "errors"}:
             raise AttributeError(name)  # Other methods would bypass the lock.
         return getattr(self._stream, name)
 
-    def _show(self, rank: int, line: str) -> None:
+    def _show_line(self, rank: int, line: str) -> None:
         header = f"[rank {rank}]"
         if self._colour:
             header = f"{_COLOURS[rank % len(_COLOURS)]}{header}{_RESET}"
-        self._stream.write(f"{header} {line}")
-        self._stream.flush()
+        self._show(f"{header} {line}")
+
+    def _show(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 # --- addresses ------------------------------------------------------------------------------------
@@ -668,6 +673,10 @@ def _run(arguments: Arguments, logs: Path) -> int:
     options.module = False
     options.log_dir = str(logs)
     options.tee = "3"  # Both streams of each rank go into files, and from there to this terminal.
+    if hasattr(options, "signals_to_handle"):  # Not every release has it.
+        ignored = {each.name for each in signal.Signals if signal.getsignal(each) is signal.SIG_IGN}
+        names = options.signals_to_handle.split(",")
+        options.signals_to_handle = ",".join(name for name in names if name not in ignored)
     try:
         with contextlib.ExitStack() as stack:
             for stream, redirect in (

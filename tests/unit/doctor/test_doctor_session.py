@@ -10,7 +10,7 @@ import typing
 
 import pytest
 import torch.distributed as dist
-from machines import FakeMachine
+from machines import FakeMachine, has_ipv6
 
 from shardkit._doctor.command import (
     Answerer,
@@ -248,6 +248,24 @@ def test_a_container_has_the_cores_of_its_quota(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cores_of_quota(tmp_path, own) == cores
+
+
+def test_ranks_answer_over_both_kinds_of_addresses() -> None:
+    answerer = Answerer(FakeMachine())
+    try:
+        for address in ("127.0.0.1", "::1") if has_ipv6() else ("127.0.0.1",):
+            with socket.create_connection((address, answerer.port), timeout=10) as rank:
+                rank.sendall(b"t")
+                assert rank.recv(64)
+    finally:
+        answerer.close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_the_address_is_ipv6_where_there_is_no_other() -> None:
+    machine = Machine()
+    assert machine.address_towards("::1") == "::1"
+    assert machine.address_towards("127.0.0.1") == "127.0.0.1"
 
 
 def test_a_stranger_gets_no_more_threads_than_others() -> None:

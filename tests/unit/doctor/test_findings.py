@@ -112,9 +112,10 @@ def test_a_host_alone_may_be_its_own_loopback(check: str) -> None:
     assert check not in {finding.check for finding in found}
 
 
-def test_a_chosen_interface_makes_the_host_name_unimportant() -> None:
+@pytest.mark.parametrize("addresses", [LOOPBACK, []])
+def test_a_chosen_interface_makes_the_host_name_unimportant(addresses: list[str]) -> None:
     variables = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-    ranks = group(4, host_addresses=LOOPBACK, environment=variables)
+    ranks = group(4, host_addresses=addresses, environment=variables)
     assert examine(checkup(ranks)) == []
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import pathlib
 import socket
 import sys
 
 import pytest
 import torch.distributed as dist
+from machines import has_ipv6
 
 from shardkit import MeshError
 from shardkit._errors import LaunchError
 from shardkit.backends.groups import make_torch_mesh
 from shardkit.launch import Here, check_interface, here_towards
-
-
-def has_ipv6() -> bool:
-    file = pathlib.Path("/proc/net/if_inet6")
-    return file.exists() and f"{1:032x}" in file.read_text()
 
 
 def test_this_host_reaches_itself() -> None:
