@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit._tensor.written_values import WrittenValue
+    from shardkit.backends.dtensor import TensorParallel
 
 _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 
@@ -34,6 +35,8 @@ class ParamEntry:
         around: Mesh that `mesh` is a part of, if other ranks of it hold other parameters in its
             place; None: there are no such ranks.
         is_spmd: Whether it is a DTensor whose mesh has the axes of `mesh` as well.
+        annotated: Split of it over that mesh, if it is no DTensor but a plain parameter that the
+            package spmd_types describes; None: it is not.
         written: Values last written to it as a whole since the last comparison; None: nothing.
         num_written: Number of such writes in all.
         order: Position among the parameters of the root, from its first forward.
@@ -45,6 +48,7 @@ class ParamEntry:
     mesh: DeviceMesh | None = None
     around: DeviceMesh | None = None
     is_spmd: bool = False
+    annotated: TensorParallel | None = None
     written: WrittenValue | None = None
     num_written: int = 0
     order: int = 0
