@@ -48,7 +48,8 @@ CASES = {
     ),
     "bf16, not clipped": Case(
         training={"mixed_precision_param": "bfloat16", "max_norm": 1e9},
-        tolerance=0.0,
+        # From torch 2.15 on FSDP2 does not round the gradients of norms to bf16.
+        tolerance=0.0 if torch.__version__ < "2.15" else 1e-3,
         norm_tolerance=1e-5,
     ),
     "accumulation": Case(training={"global_batch_size": 16}),
