@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import typing
 import warnings
 
@@ -32,6 +33,7 @@ from shardkit import (
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
+    summon_full_params,
 )
 from workers import on_ranks, spawn_each
 
@@ -438,3 +440,71 @@ def test_reset_iter_state_gives_the_memory_back_at_once(where: str) -> None:
     assert model.memory_stats()["unsharded_nbytes"] == 0
     model.zero_grad()
     check([compare_training(CASES["mlp"], model, reference)])
+
+
+# --- weights that are tied in a group -------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """An embedding whose weight may be that of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.mid = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(torch.tanh(self.mid(self.words(x)))))
+        return y
+
+    def tie(self) -> None:
+        self.words.weight = self.head.weight
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_weights_of_one_group_may_be_tied_after_it_was_sharded(
+    spawn: Spawn, mesh_shape: tuple[int, ...], is_on_meta: bool
+) -> None:
+    """As torchtitan does, whose default makes two parameters of one before it shards them."""
+    found = spawn(train_tied_late, math.prod(mesh_shape), mesh_shape, is_on_meta)
+    assert_within(found, grad=TOLERANCE, parameter=TOLERANCE)
+
+
+def train_tied_late(mesh_shape: tuple[int, ...], is_on_meta: bool) -> Differences:
+    torch.manual_seed(0)
+    plain = Words().double()
+    plain.tie()
+    torch.manual_seed(dist.get_rank())  # Values that nobody uses may differ.
+    model = Words().double()
+    if is_on_meta:
+        model.to("meta")
+    else:
+        model.load_state_dict(plain.state_dict())
+    mesh = make_mesh(mesh_shape)
+    fully_shard(model.mid, mesh)
+    fully_shard([model.words, model.norm, model.head], mesh)
+    fully_shard(model, mesh)
+    if is_on_meta:
+        model.to_empty(device="cpu")
+    model.tie()
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), plain.parameters(), strict=True):
+            param.copy_(value)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model)]
+    differences = Differences()
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randint(0, 11, (dist.get_world_size(), 5), generator=generator)
+        plain(x).square().mean().backward()
+        model(x[dist.get_rank()]).square().mean().backward()
+        differences.note_grads(model, plain)
+        step_all(optimizers)
+    differences.note_parameters(model, plain)
+    assert model.words.weight is model.head.weight
+    typing.cast("FSDPModule", model).check_replicas()
+    with summon_full_params(model):
+        assert model.words.weight is model.head.weight
+    return differences

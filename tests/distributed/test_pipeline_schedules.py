@@ -128,12 +128,17 @@ def stages_of(case: Case, mesh: DeviceMesh) -> list[int]:
     return list(range(rank, num_stages, 2))
 
 
-def make_stages(case: Case, mesh: DeviceMesh, **options: typing.Any) -> dict[int, PipelineStage]:
-    """Return this rank's stages by number."""
+def make_stages(
+    case: Case, mesh: DeviceMesh, *, has_lists: bool = False, **options: typing.Any
+) -> dict[int, PipelineStage]:
+    """Return this rank's stages by number; some groups of `has_lists` have several modules."""
     stages = {}
     for index in stages_of(case, mesh):
         model = typing.cast("Body", make_plain(case)[index])
         for layer in model.layers:
+            if has_lists:
+                several: list[nn.Module] = [layer.norm, layer.up]  # type: ignore[list-item]
+                fully_shard(several, mesh=mesh["dp"], **options)
             fully_shard(layer, mesh=mesh["dp"], **options)
         fully_shard(model, mesh=mesh["dp"], **options)
         stages[index] = PipelineStage(
@@ -202,6 +207,16 @@ def train_schedule(name: str, num_pipelines: int, options: dict[str, typing.Any]
     for index, stage in stages.items():
         differences.note_parameters(stage.submod, plain[index])
     return differences
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("name", APART)
+def test_groups_of_several_modules_get_the_gradients_of_weights(
+    spawn: Spawn, name: str, reshard: bool
+) -> None:
+    options = {"reshard_after_forward": reshard, "has_lists": True}
+    found = spawn(train_schedule, 2, name, 1, options, timeout_s=TIMEOUT_S)
+    assert_within(found, grad=TOLERANCE, parameter=TOLERANCE)
 
 
 @pytest.mark.parametrize(

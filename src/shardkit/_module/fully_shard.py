@@ -198,11 +198,12 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             `OffloadPolicy` or None: where they are. FSDP2's policies work as well.
         ignored_params: Parameters to leave alone: they are not sharded or gathered, and their
             gradients are not averaged.
-        dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. Then all parameters are DTensors, `mesh` is
-            their mesh, and they are replicated over the axes that this names. They are sharded over
-            the axes in `shard` (several count as one), and replicated over those in `replicate`.
-            Parameters for which `shard_placement_fn` returns a ``ShardPlacementResult`` may be
-            DTensors on another mesh, with dims of its own. None: `mesh` is the one to shard over.
+        dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. Then all parameters are DTensors, or plain
+            ones that the package ``spmd_types`` describes. `mesh` is their mesh, and they are
+            replicated over the axes that this names. They are sharded over the axes in `shard`
+            (several count as one), and replicated over those in `replicate`. Parameters for which
+            `shard_placement_fn` returns a ``ShardPlacementResult`` may lie on another mesh, with
+            dims of its own. None: `mesh` is the one to shard over.
 
     Returns:
         `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its former

@@ -15,7 +15,7 @@ from shardkit._mesh import DeviceMesh
 from shardkit._module import checks
 from shardkit._runtime.agreement import hold_equal_values
 from shardkit._tensor.spec import Replicate
-from shardkit.backends import TorchDeviceMesh, as_device_mesh, tensor_parallel_of
+from shardkit.backends import TorchDeviceMesh, as_device_mesh, is_annotated, tensor_parallel_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import ParamGroup
+    from shardkit.backends.dtensor import TensorParallel
 
 
 class SpmdMesh(NamedTuple):
@@ -47,15 +48,17 @@ def place_params(
     known = {_axes_of(mesh): mesh}
     for item in found:
         place, own = (mesh, spmd) if fn is None else _place_of(fn(item.param), item, mesh, spmd)
-        if own is not None:
+        if is_annotated(item.param):
+            item.annotated = _annotated(item, own)
+        elif own is not None:
             _check_spmd(item, own)
+        is_split = item.annotated is not None or tensor_parallel_of(item.param) is not None
         if place is not mesh:
-            _check(place, item, mesh)
+            _check(place, item, mesh, is_split=is_split)
         place = known.setdefault(_axes_of(place), place)
         item.mesh = None if place is mesh else place
         item.is_spmd = own is not None
-        is_part = place.size() < mesh.size() and tensor_parallel_of(item.param) is None
-        item.around = mesh if is_part else None
+        item.around = mesh if place.size() < mesh.size() and not is_split else None
     return [place for place in known.values() if place is not mesh]
 
 
@@ -160,7 +163,7 @@ def _check_spmd(item: ParamEntry, spmd: SpmdMesh) -> None:
         msg = (
             f"parameter {item.name!r} is {what}: with dp_mesh_dims all parameters are DTensors on "
             f"the mesh that fully_shard gets, or on the one that shard_placement_fn returned for "
-            f"them. Call distribute_module(model, mesh) first."
+            f"them. Call distribute_module(model, mesh) first, or spmd_types.assert_type."
         )
         raise WrapError(msg)
     placements: Any = item.param.placements  # type: ignore[attr-defined]
@@ -173,6 +176,20 @@ def _check_spmd(item: ParamEntry, spmd: SpmdMesh) -> None:
                 f"shards it there."
             )
             raise WrapError(msg)
+
+
+def _annotated(item: ParamEntry, spmd: SpmdMesh | None) -> TensorParallel:
+    """Return how a plain parameter that ``spmd_types`` describes is spread over its mesh."""
+    from shardkit.backends.annotated import part_by_annotations
+
+    if spmd is None:
+        msg = (
+            f"parameter {item.name!r} is described by spmd_types, and fully_shard must know on "
+            f"which mesh: pass the whole mesh, and name the axes to shard over by dp_mesh_dims, "
+            f"or by the ShardPlacementResult that shard_placement_fn returns."
+        )
+        raise WrapError(msg)
+    return part_by_annotations(item.name, item.param, spmd.mesh, spmd.dims)
 
 
 def flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
@@ -278,7 +295,7 @@ def _not_in(item: ParamEntry, place: DeviceMesh) -> MeshError:
     return MeshError(msg)
 
 
-def _check(place: DeviceMesh, item: ParamEntry, mesh: DeviceMesh) -> None:
+def _check(place: DeviceMesh, item: ParamEntry, mesh: DeviceMesh, *, is_split: bool) -> None:
     """Refuse a mesh that makes no sense for a parameter of a call over `mesh`."""
     if place.device_type != mesh.device_type:
         msg = (
@@ -291,7 +308,7 @@ def _check(place: DeviceMesh, item: ParamEntry, mesh: DeviceMesh) -> None:
         raise _not_in(item, place)
     checks.check_mesh(place)
     outside = sorted(set(place.ranks) - set(mesh.ranks))
-    if outside and tensor_parallel_of(item.param) is None:
+    if outside and not is_split:
         msg = (
             f"shard_placement_fn returned the mesh of ranks {place.describe_ranks()} for "
             f"{item.name!r}, and fully_shard got the mesh of ranks {mesh.describe_ranks()}, which "

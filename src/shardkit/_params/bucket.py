@@ -219,7 +219,7 @@ class Bucket:
             entry.param.repoint(sharded.local_piece, sharded.spec, sharded.flat)
             return
         is_exported = all(torch_modules.is_exported(module) for module, _ in entry.sites)
-        if is_exported or self.store.specs[index].tensor_parallel is not None:
+        if is_exported or self._was_dtensor(index):
             torch_autograd.share_hooks(replacement, torch_autograd.tensor_hooks(entry.param))
             entry.param, self._replacements[index] = replacement, entry.param
             for module, attribute in entry.sites:
@@ -236,6 +236,10 @@ class Bucket:
             )
             raise WrapError(msg) from error
 
+    def _was_dtensor(self, index: int) -> bool:
+        tensor_parallel = self.store.specs[index].tensor_parallel
+        return tensor_parallel is not None and not tensor_parallel.is_plain
+
     def restore_weight_refs(self) -> None:
         """Let RNNs keep weak references again, after `swap_in` was undone."""
         for index in range(len(self.entries)):
@@ -248,8 +252,10 @@ class Bucket:
 
     def drop_originals(self) -> None:
         """Drop the full-size tensors; from now on there is no way back."""
-        for replaced, spec in zip(self._replacements, self.store.specs, strict=True):
-            if replaced is not None and spec.tensor_parallel is not None:
+        for index, (replaced, spec) in enumerate(
+            zip(self._replacements, self.store.specs, strict=True)
+        ):
+            if replaced is not None and self._was_dtensor(index):
                 spec.tensor_parallel.retire(replaced, spec.name)
         self._replacements = []
         self.store.drop_originals()

@@ -569,7 +569,7 @@ class FlatStore(Store):
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None
     ) -> None:
         super().__init__(plan, entries)
-        self._tensor_parallel = [_tensor_parallel_of(e.param, plan.mesh) for e in entries]
+        self._tensor_parallel = [_tensor_parallel_of(entry, plan.mesh) for entry in entries]
         has_parts = any(tp is not None for tp in self._tensor_parallel)
         self.converts_gradients = has_parts or self.subclass is not None
         self.layout = layout or self.plan_layout(plan, entries)
@@ -590,7 +590,7 @@ class FlatStore(Store):
     @classmethod
     def plan_layout(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> FlatLayout:
         """Lay out the parameters, or this rank's parts of them."""
-        spread = [_tensor_parallel_of(entry.param, plan.mesh) for entry in entries]
+        spread = [_tensor_parallel_of(entry, plan.mesh) for entry in entries]
         shapes = [
             tuple(entry.param.shape) if tp is None else tp.local_shape
             for entry, tp in zip(entries, spread, strict=True)
@@ -636,8 +636,8 @@ class FlatStore(Store):
 
     def _part_of(self, index: int, param: Tensor) -> Tensor:
         """Return the plain tensor that is cut."""
-        tensor_parallel = self._tensor_parallel[index]
-        return param if tensor_parallel is None else tensor_parallel.to_part(param)
+        own = self._tensor_parallel[index]
+        return param if own is None or own.is_plain else own.to_part(param)
 
     def _cut_shard(self) -> Tensor:
         plan, layout, rank = self.plan, self.layout, self.plan.axis.rank
@@ -685,7 +685,7 @@ class FlatStore(Store):
         tensor_parallel = self._tensor_parallel[index]
         if tensor_parallel is None:
             return view
-        result: Tensor = tensor_parallel.as_dtensor(view)
+        result: Tensor = tensor_parallel.as_shown(view)
         return result
 
     def _free_first_memory(self) -> None:
@@ -886,18 +886,19 @@ class FlatStore(Store):
         return SendBuffer(self.layout, self.plan, receive_numel, self.specs[0])
 
     def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
-        """Return this rank's part of a DTensor gradient; may be collective over its mesh."""
+        """Return this rank's part of a gradient; may be collective over the mesh of a DTensor."""
         tensor_parallel = self._tensor_parallel[index]
         part: Tensor = grad if tensor_parallel is None else tensor_parallel.part_of_gradient(grad)
         return part
 
 
-def _tensor_parallel_of(param: Tensor, mesh: DeviceMesh) -> Any:
+def _tensor_parallel_of(entry: ParamEntry, mesh: DeviceMesh) -> Any:
     """Return how a parameter is spread over its own mesh, `TensorParallel`, or None.
 
     Axes of that mesh that lie in `mesh` are left out.
     """
+    param = entry.param
     if isinstance(param, ShardedTensor):
         return param.spec.tensor_parallel
-    found = tensor_parallel_of(param)
+    found = entry.annotated or tensor_parallel_of(param)
     return None if found is None else found.outside(mesh)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit._tensor.written_values import WrittenValue
+    from shardkit.backends.dtensor import TensorParallel
 
 _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 
@@ -34,6 +35,8 @@ class ParamEntry:
         around: Mesh that `mesh` is a part of, if other ranks of it hold other parameters in its
             place; None: there are no such ranks.
         is_spmd: Whether it is a DTensor whose mesh has the axes of `mesh` as well.
+        annotated: Split of it over that mesh, if it is no DTensor but a plain parameter that the
+            package spmd_types describes; None: it is not.
         written: Values last written to it as a whole since the last comparison; None: nothing.
         num_written: Number of such writes in all.
         order: Position among the parameters of the root, from its first forward.
@@ -45,6 +48,7 @@ class ParamEntry:
     mesh: DeviceMesh | None = None
     around: DeviceMesh | None = None
     is_spmd: bool = False
+    annotated: TensorParallel | None = None
     written: WrittenValue | None = None
     num_written: int = 0
     order: int = 0
@@ -101,6 +105,7 @@ class ParamSites:
         for params, attribute, sharded, whole in self._places:
             held = params.get(attribute)
             if held is not sharded and held is not whole:
+                self._take_ties()
                 self._take_given([place[2] for place in self._places])
                 break
         for index, (params, attribute, sharded, whole) in enumerate(self._places):
@@ -117,6 +122,21 @@ class ParamSites:
                 self.was_visible = True  # `functional_call` has put something there.
         if self._given:
             self.return_given()
+
+    def _take_ties(self) -> None:
+        """Take up where users have put one parameter of the bucket in the place of another.
+
+        A parameter that no place holds any more is one that is not used.
+        """
+        shown = {
+            id(entry.param): (entry.param, whole)
+            for entry, whole in zip(self._entries, self._unsharded, strict=True)
+        }
+        self._places = [
+            (params, name, *shown.get(id(params.get(name)), (sharded, whole)))
+            for params, name, sharded, whole in self._places
+        ]
+        self.__dict__.pop("_columns", None)
 
     def _holds_unsharded(self) -> bool:
         """Whether all places hold the unsharded parameters; a forward of a visible bucket asks."""
@@ -208,6 +228,7 @@ class ParamSites:
         self.show(unsharded=False)
         instead: dict[int, nn.Parameter] = {}
         if others is not None:
+            self._take_ties()
             for params, attribute, sharded, _ in self._places:
                 if params.get(attribute) is not sharded:
                     self._refuse_replaced(sharded)

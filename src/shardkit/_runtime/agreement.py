@@ -561,7 +561,16 @@ def check_same_replicas(groups: Sequence[ParamGroup]) -> None:
         shard_axis, axis = axes if len(axes) > 1 else (axes[0], None)
         if axis is None or axis.size == 1:
             continue
-        entries = ComparedMesh((), axes).entries_of(group)
+        used = {
+            id(entry)
+            for each in group
+            for bucket in each.buckets
+            for index, entry in enumerate(bucket.entries)
+            if bucket.sites.held(index)
+        }
+        entries = [e for e in ComparedMesh((), axes).entries_of(group) if id(e) in used]
+        if not entries:
+            continue
         pieces: list[Any] = [entry.param for entry in entries]
         values = torch.stack([fingerprint(piece.to_local(), 0) >> 1 for piece in pieces])
         extremes = torch.cat([values, -values])

@@ -435,7 +435,7 @@ class Runtime:
                 group.end_functional_call(is_live=self.schedule.has_memory(group.index))
                 continue
             if is_visited or self.schedule.in_forward(group.index):
-                group.show(unsharded=False)  # Or the root has caught the exception of its forward.
+                self._hide(group)  # Or the root has caught the exception of its forward.
             for bucket in group.buckets:
                 bucket.sites.was_visible = None
         self.pass_root = None
@@ -452,7 +452,7 @@ class Runtime:
         if self.schedule.visited:  # Lists of modules that are done when this group is entered.
             for index in self.schedule.visits_before(group.index):
                 self._look_at_changes(self.groups[index])
-                self.groups[index].show(unsharded=False)
+                self._hide(self.groups[index])
         if group.is_stale:
             self.gathers.refresh(group)
         state = self.schedule.states[group.index]
@@ -523,6 +523,13 @@ class Runtime:
             else:
                 group.show(unsharded=False)
         self.gathers.carry_out(actions)
+
+    def _hide(self, group: ParamGroup) -> None:
+        """Let modules show the sharded parameters, unless a pipeline reshards the group itself."""
+        if self.schedule.states[group.index].is_lent:
+            group.return_given()
+        else:
+            group.show(unsharded=False)
 
     def _look_at_changes(self, group: ParamGroup) -> None:
         """Keep what forwards have written to unsharded parameters; refuse to freeze them there.

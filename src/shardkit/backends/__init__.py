@@ -32,6 +32,7 @@ __all__ = [
     "accelerator_type",
     "as_device_mesh",
     "init_device_mesh",
+    "is_annotated",
     "mesh_of_world",
     "tensor_parallel_of",
 ]
@@ -111,6 +112,14 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     distributed: Any = param
     mesh = as_device_mesh(distributed.device_mesh, device_type=param.device.type)
     return TensorParallel.of(distributed, mesh)
+
+
+def is_annotated(param: Tensor) -> bool:
+    """Whether a parameter is a plain one that the package ``spmd_types`` describes."""
+    spmd: Any = sys.modules.get("spmd_types")
+    if spmd is None:
+        return False  # No code has imported what describes parameters.
+    return bool(spmd.get_local_type(param)) and tensor_parallel_of(param) is None
 
 
 def _init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> DeviceMesh:

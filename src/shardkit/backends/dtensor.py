@@ -105,6 +105,9 @@ class TensorParallel:
     # `outside` has taken away: `data_dims`, along which ranks compute with data of their own.
     shown: tuple[Any, ...] = field(compare=False, repr=False)
     data_dims: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    # Of a plain parameter that `annotated` has read: the placements of its gradients on all axes of
+    # `torch_mesh`. None: it is a DTensor.
+    of_gradients: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, param: DTensor, mesh: DeviceMesh) -> TensorParallel:
@@ -175,6 +178,11 @@ class TensorParallel:
         return tuple(split.axis for split in self.splits)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether modules see this rank's part as a plain tensor, and not as a DTensor."""
+        return self.of_gradients is not None
+
+    @property
     def mesh_axes(self) -> tuple[PeerAxis, ...]:
         """All axes of the DTensor's mesh."""
         return tuple(self.mesh.backend.axis(axis) for axis in range(self.mesh.ndim))
@@ -235,7 +243,7 @@ class TensorParallel:
                 f"nn.Parameter(param.redistribute(placements=[Replicate()]))."
             )
             raise WrapError(msg)
-        local_shape = tuple(param.to_local().shape)
+        local_shape = tuple((param if self.is_plain else param.to_local()).shape)
         if local_shape != self.local_shape:
             msg = (
                 f"parameter {name!r} is a DTensor of shape {self.shape} with placements "
@@ -273,8 +281,10 @@ class TensorParallel:
         return part
 
     @torch.no_grad()
-    def as_dtensor(self, part: Tensor) -> DTensor:
-        """Return the DTensor whose local tensor lies in the memory of `part`."""
+    def as_shown(self, part: Tensor) -> Tensor:
+        """Return what modules see: the DTensor whose local tensor lies in the memory of `part`."""
+        if self.is_plain:
+            return part
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         return DTensor.from_local(
             part,
@@ -287,12 +297,14 @@ class TensorParallel:
 
     @torch.no_grad()
     def part_of_gradient(self, grad: Tensor) -> Tensor:
-        """Return this rank's part of the gradient that autograd left in the DTensor's ``.grad``.
+        """Return this rank's part of the gradient that autograd left in the parameter's ``.grad``.
 
         Cost: none if the gradient has the parameter's placements; else the collectives of DTensor,
         e.g. an all-reduce if every rank has the gradient of its part of the sequence. Sums over
         data-parallel axes are left to the reduction.
         """
+        if self.of_gradients is not None:
+            grad = DTensor.from_local(grad, self.torch_mesh, self.of_gradients, run_check=False)
         if self.data_dims and isinstance(grad, DTensor) and grad.device_mesh == self.torch_mesh:
             wanted = list(self.shown)
             for dim in self.data_dims:
