@@ -218,7 +218,7 @@ def inspect_command(
     ckpt_suffix: _Suffix = DEFAULT_SUFFIX,
 ) -> None:
     """Show names, shapes, dtypes, sizes, the step, and which files hold what."""
-    _show_any_name()
+    _show_anything()
     found = describe(source, ckpt_suffix)
     if as_json:
         print(json.dumps({"source": source, **dataclasses.asdict(found)}, indent=2))
@@ -250,7 +250,7 @@ def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> No
     It exits with 1 if something is wrong, and with 3 if nothing is wrong but some data has no
     checksums.
     """
-    _show_any_name()
+    _show_anything()
     found = verify(source, ckpt_suffix)
     for line in (*found.problems, *found.unverified):
         print(line, file=sys.stderr)
@@ -299,11 +299,12 @@ def launch_command(context: typer.Context) -> None:
 
         python -m shardkit launch --config fsdp.yaml --max-restarts 3 train.py --lr 1e-3
     """
+    _show_anything()
     raise typer.Exit(launch(context.args))
 
 
-def _show_any_name() -> None:
-    """Print as escapes what a terminal cannot show: names of files and tensors are any bytes."""
+def _show_anything() -> None:
+    """Print as escapes what a terminal cannot show: names, and what ranks write, are any bytes."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -289,10 +289,14 @@ def connect_where_it_fails(function: str, error: Exception, on_rank: int) -> tup
     def fail(*_: typing.Any) -> None:
         raise error
 
-    with contextlib.ExitStack() as stack:
-        for module in _WHERE.values():
-            stack.enter_context(mock.patch.object(module, "CONNECT_S", 1.0))
-        return connected(mock.patch.object(_WHERE[function], function, fail), on_rank)
+    change = mock.patch.object(_WHERE[function], function, fail)
+    if function == "_meet":  # The others wait for its connections.
+        with mock.patch.object(host_links, "CONNECT_S", 1.0):
+            return connected(change, on_rank)
+    began = time.monotonic()
+    found = connected(change, on_rank)
+    assert time.monotonic() - began < host_links.CONNECT_S / 2, "others have waited for this rank"
+    return found
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -391,6 +391,8 @@ def read_directly(links: HostLinks, group: dist.ProcessGroup) -> DirectReads | N
     with contextlib.suppress(RuntimeError):  # A wait that has ended in an error closes connections.
         direct.start([[own]] * len(found), found, 0).wait()
         works = [int(each) for each in found] == others
+    if not works:
+        direct.close()  # The other ranks wait for this one no longer.
     if not all(groups.exchange(works, group, "ranks that read from each other")):
         return None
     direct.timeout_s = torch_groups.timeout_of(group)

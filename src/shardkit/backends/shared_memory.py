@@ -365,21 +365,21 @@ def share_memory(links: HostLinks, group: dist.ProcessGroup) -> SharedMemory | N
 
     All ranks of the group must call this. Its cost: two all-gathers of small objects.
     """
-    memory = None
+    memory, works = SharedMemory(links.for_messages, CONNECT_S), False
     with contextlib.suppress(OSError, RuntimeError):
-        memory = _tried(links)
-    if not all(exchange(memory is not None, group, "memory that ranks share")):
+        _try(memory)
+        works = True
+    if not works:
+        memory.close()  # The other ranks wait for this one no longer.
+    if not all(exchange(works, group, "memory that ranks share")):
         return None
-    assert memory is not None
     memory.set_timeout(torch_groups.timeout_of(group))
     return memory
 
 
-def _tried(links: HostLinks) -> SharedMemory:
-    """Return shared memory after a test in which a byte has gone through it."""
-    memory = SharedMemory(links.for_messages, CONNECT_S)
+def _try(memory: SharedMemory) -> None:
+    """Let a byte go through memory that is shared."""
     shared = memory.share(memory.block(1), 1, 0)
     shared.wait()
     shared.close()
     memory.forget()
-    return memory

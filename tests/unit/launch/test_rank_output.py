@@ -6,17 +6,19 @@ import io
 import json
 import os
 import signal
+import sys
+import types
 import typing
 
+import pytest
+import typer
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from shardkit import launch
+from shardkit import _cli, launch
 from shardkit.launch import Failure, failures_of, report
 
 if typing.TYPE_CHECKING:
     import pathlib
-
-    import pytest
 
 
 def test_lines_of_ranks_do_not_mix() -> None:
@@ -36,6 +38,20 @@ def test_nothing_is_written_past_the_lines_of_ranks() -> None:
     print("of the agent", file=lines, flush=True)
     assert stream.buffer.getvalue() == b"of the agent\n"
     assert (lines.encoding, lines.isatty()) == ("utf-8", False)
+
+
+def test_what_a_terminal_cannot_show_is_written_as_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+    def launched(_: object) -> int:
+        launch.RankLines(sys.stdout, colour=False).write("[rank 0] caf\xe9\n")
+        return 0
+
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(_cli, "launch", launched)
+    with pytest.raises(typer.Exit):
+        _cli.launch_command(types.SimpleNamespace(args=[]))  # type: ignore[arg-type]
+    assert stream.buffer.getvalue() == b"[rank 0] caf\\xe9\n"
 
 
 def test_each_rank_has_a_colour_of_its_own() -> None:
