@@ -206,9 +206,10 @@ def test_checkpoints_are_resumed_by_the_other(runs: Runs, name: str, mode: str) 
         runs.compare(label, case, found, trained[saved_by].after(2))
 
 
-def of_described(case: Case, backend: str = "spmd_types") -> Case:
+def of_described(case: Case) -> Case:
     """Return a case with plain parameters that ``spmd_types`` describes, torchtitan's default."""
-    return dataclasses.replace(case, parallelism={**case.parallelism, "spmd_backend": backend})
+    parallelism = {**case.parallelism, "spmd_backend": "spmd_types"}
+    return dataclasses.replace(case, parallelism=parallelism)
 
 
 DESCRIBED = (
@@ -232,9 +233,9 @@ DESCRIBED = (
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_described_parameters_train_as_under_fsdp2(runs: Runs, name: str) -> None:
-    """FSDP2 knows them from torch 2.14 on; before, it is given DTensors."""
+    """FSDP2 knows them from torch 2.14 on; before, it is given others."""
     case = of_described(CASES[name])
-    of_fsdp2 = case if torch.__version__ >= "2.14" else of_described(case, "full_dtensor")
+    of_fsdp2 = case if torch.__version__ >= "2.14" else CASES[name]
     wanted, found = runs.train("fsdp2", of_fsdp2), runs.train("shardkit", case)
     assert (wanted.classes, found.classes) == (["DTensor"], ["ShardedTensor"])
     runs.compare(f"spmd_types, {name}", case, found, wanted)
