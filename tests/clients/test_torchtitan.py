@@ -28,7 +28,7 @@ def experts(model: str = "deepseek_v3", **fields: typing.Any) -> Case:
     torch sums the squares of a tensor of many elements on CPUs with an error of 1e-5 and more, and
     in another order where tensors are cut otherwise. Clipping would carry that into the losses.
     """
-    bounds = {"tolerance": 1e-5, "norm_tolerance": 1e-4}
+    bounds = {"tolerance": 1e-5, "norm_tolerance": 2e-4}
     return Case(model=model, training={"max_norm": 1e9}, **bounds, **fields)
 
 
@@ -49,8 +49,8 @@ CASES = {
     "bf16, not clipped": Case(
         training={"mixed_precision_param": "bfloat16", "max_norm": 1e9},
         # From torch 2.15 on FSDP2 does not round the gradients of norms to bf16.
-        tolerance=0.0 if torch.__version__ < "2.15" else 1e-3,
-        norm_tolerance=1e-5,
+        tolerance=0.0 if torch.__version__ < "2.15" else 1e-4,
+        norm_tolerance=1e-5 if torch.__version__ < "2.15" else 5e-4,
     ),
     "accumulation": Case(training={"global_batch_size": 16}),
     "selective recomputation": Case(recompute="selective"),
@@ -206,9 +206,10 @@ def test_checkpoints_are_resumed_by_the_other(runs: Runs, name: str, mode: str) 
         runs.compare(label, case, found, trained[saved_by].after(2))
 
 
-def of_described(case: Case, backend: str = "spmd_types") -> Case:
+def of_described(case: Case) -> Case:
     """Return a case with plain parameters that ``spmd_types`` describes, torchtitan's default."""
-    return dataclasses.replace(case, parallelism={**case.parallelism, "spmd_backend": backend})
+    parallelism = {**case.parallelism, "spmd_backend": "spmd_types"}
+    return dataclasses.replace(case, parallelism=parallelism)
 
 
 DESCRIBED = (
@@ -232,9 +233,9 @@ DESCRIBED = (
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_described_parameters_train_as_under_fsdp2(runs: Runs, name: str) -> None:
-    """FSDP2 knows them from torch 2.14 on; before, it is given DTensors."""
+    """FSDP2 knows them from torch 2.14 on; before, it is given others."""
     case = of_described(CASES[name])
-    of_fsdp2 = case if torch.__version__ >= "2.14" else of_described(case, "full_dtensor")
+    of_fsdp2 = case if torch.__version__ >= "2.14" else CASES[name]
     wanted, found = runs.train("fsdp2", of_fsdp2), runs.train("shardkit", case)
     assert (wanted.classes, found.classes) == (["DTensor"], ["ShardedTensor"])
     runs.compare(f"spmd_types, {name}", case, found, wanted)

@@ -244,6 +244,7 @@ def _begin(sharder: str, files: Files) -> None:
         HF_DATASETS_CACHE=str(files.assets / f"cache-{rank}"),
     )
     _let_cpu_be_a_device()
+    _send_tokens_on_gloo()
     if sharder == "shardkit":
         shardkit.install()
     else:
@@ -267,6 +268,20 @@ def _let_cpu_be_a_device() -> None:
     cpu.reset_peak_memory_stats = cpu.empty_cache = lambda: None
     if not hasattr(dist, "set_timeout"):  # Newer than torch 2.13.
         dist.set_timeout = dist.distributed_c10d._set_pg_timeout
+
+
+def _send_tokens_on_gloo() -> None:
+    """Let gloo, which takes lists of equal sizes only, send tokens as ``spmd_types`` does."""
+
+    def all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: typing.Any = None) -> None:
+        received, sizes = torch.cat(outputs), [len(each) for each in outputs]
+        dist.all_to_all_single(
+            received, torch.cat(inputs), sizes, [len(each) for each in inputs], group=group
+        )
+        for output, part in zip(outputs, received.split(sizes), strict=True):
+            output.copy_(part)
+
+    dist.all_to_all = all_to_all
 
 
 def _let_fsdp2_sum_on_gloo() -> None:
