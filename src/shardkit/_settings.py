@@ -31,6 +31,13 @@ REDUCES_AS_STORED = [*map(int, torch.__version__.split(".")[:2])] >= [2, 15]
 Up to torch 2.14 it reduces them in `param_dtype` then.
 """
 
+KEEPS_WIDE_GRADIENTS = REDUCES_AS_STORED
+"""Whether FSDP2 reduces what autograd computes in a wider dtype than `param_dtype` as it is.
+
+An example is the gradient of `weight` in ``x.float() * weight``. Up to torch 2.14 it is rounded to
+`param_dtype` before it is cast to `reduce_dtype`.
+"""
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from models import Case
 from parity import Ranks, on_meshes
 from reference import shard
-from shardkit import MixedPrecisionPolicy, StateError, summon_full_params
+from shardkit import MixedPrecisionPolicy, StateError, fully_shard, summon_full_params
 from shardkit._compat.torch_tensors import HAS_GRAD_DTYPE
+from shardkit._settings import KEEPS_WIDE_GRADIENTS
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
 
 if typing.TYPE_CHECKING:
@@ -236,3 +237,45 @@ def step_matrices(ranks: Ranks) -> None:
 @on_meshes((2,), (2, 2), xla=())
 def test_matrices_are_stepped_with_gradients_of_their_dtype(run: Run) -> None:
     run(step_matrices)
+
+
+class Scale(nn.Module):
+    """Multiplies in fp32, so that autograd computes the gradient of the factors in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.rand(7) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * self.factors).to(x.dtype)
+
+
+def train_with_wide_gradients(ranks: Ranks) -> None:
+    """Gradients in fp32 are rounded before the reduction as the FSDP2 of this torch rounds them."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 7), Scale(), nn.Linear(7, 3))
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for width in (1, 2):  # Alone in its group, and beside gradients in bf16.
+        layers = copy.deepcopy(plain)
+        groups = [layers[0], layers[1], layers[2]] if width == 1 else [layers[2]]
+        for module in groups:
+            fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
+        fully_shard(layers, mesh=ranks.mesh, mp_policy=policy)
+        for step in range(2):
+            CASE.loss(layers, ranks.batch(CASE, step)).backward()
+        wanted = torch.zeros(7, dtype=FP64)
+        for step in range(2):
+            for batch in ranks.rank_batches(CASE, step):
+                each = copy.deepcopy(plain).to(BF16)
+                if KEEPS_WIDE_GRADIENTS:
+                    each[1].factors.grad_dtype = None
+                CASE.loss(each, batch).backward()
+                assert each[1].factors.grad.dtype == (FP32 if KEEPS_WIDE_GRADIENTS else BF16)
+                wanted += each[1].factors.grad.to(FP64) / ranks.world_size
+        off = (layers[1].factors.grad.full_tensor().to(FP64) - wanted).abs().max().item()
+        assert off <= EXACT, off
+
+
+@on_meshes((1,), (2,), (2, 2), xla=())
+def test_wide_gradients_are_rounded_as_by_fsdp2(run: Run) -> None:
+    run(train_with_wide_gradients)

@@ -32,7 +32,7 @@ from shardkit._params.memory import (
     class_without_memory,
     refuse_leaf,
 )
-from shardkit._settings import CPUOffloadPolicy, GradientPiece
+from shardkit._settings import KEEPS_WIDE_GRADIENTS, CPUOffloadPolicy, GradientPiece
 from shardkit._tensor.ops import StateAllocator
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec
@@ -107,6 +107,12 @@ class BucketPlan:
     def is_differentiable(self) -> bool:
         """Whether the unsharded parameters can have gradients."""
         return self.param_dtype.is_floating_point or self.param_dtype.is_complex
+
+    @property
+    def keeps_wide_gradients(self) -> bool:
+        """Whether autograd leaves gradients in the dtype in which it computes them."""
+        wide, narrow = self.reduce_dtype, self.param_dtype
+        return KEEPS_WIDE_GRADIENTS and wide.is_floating_point and wide.itemsize > narrow.itemsize
 
     @property
     def aliases_shard(self) -> bool:
@@ -404,6 +410,8 @@ class Store(ABC):
         """Return the parameter that is shown in place of a sharded one."""
         entry = self.entries[index]
         param = nn.Parameter(data, requires_grad=entry.param.requires_grad)
+        if self.plan.keeps_wide_gradients:
+            param.grad_dtype = None
         own = param.__dict__
         own.update({k: v for k, v in user_attributes(entry.param).items() if k not in own})
         own[NAME_ATTRIBUTE] = entry.name
