@@ -28,7 +28,8 @@ def experts(model: str = "deepseek_v3", **fields: typing.Any) -> Case:
     torch sums the squares of a tensor of many elements on CPUs with an error of 1e-5 and more, and
     in another order where tensors are cut otherwise. Clipping would carry that into the losses.
     """
-    bounds = {"tolerance": 1e-5, "norm_tolerance": 1e-4}
+    norm_tolerance = 1e-4 if torch.__version__ < "2.15" else 2e-4  # 1.1e-4 was found.
+    bounds = {"tolerance": 1e-5, "norm_tolerance": norm_tolerance}
     return Case(model=model, training={"max_norm": 1e9}, **bounds, **fields)
 
 
