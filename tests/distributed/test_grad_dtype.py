@@ -55,6 +55,15 @@ def made(ranks: Ranks, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     return plain, copy.deepcopy(plain)
 
 
+def made_sharded(
+    ranks: Ranks, dtype: torch.dtype, chosen: torch.dtype | None, **options: typing.Any
+) -> tuple[nn.Module, nn.Module]:
+    """Return a plain model, and one that is sharded after a dtype of gradients was chosen."""
+    plain, given = made(ranks, dtype)
+    choose(given, chosen)
+    return plain, shard(CASE, given, ranks.mesh, **options)
+
+
 def averages(ranks: Ranks, model: nn.Module, step: int) -> list[Tensor]:
     """Return the gradients of a plain model, averaged over the ranks' batches in fp64."""
     sums = [torch.zeros_like(param, dtype=FP64) for param in model.parameters()]
@@ -113,9 +122,7 @@ def train_with_any_dtype(ranks: Ranks) -> None:
     """Without a dtype the gradient stays in that of the reduction; a narrower one is rounded."""
     policy = MixedPrecisionPolicy(reduce_dtype=FP32)
     for dtype, chosen, expected in ((BF16, None, FP32), (FP32, BF16, BF16)):
-        plain, given = made(ranks, dtype)
-        choose(given, chosen)
-        sharded = shard(CASE, given, ranks.mesh, mp_policy=policy)
+        plain, sharded = made_sharded(ranks, dtype, chosen, mp_policy=policy)
         backward(ranks, sharded, 0)
         assert_gradients(sharded, averages(ranks, plain, 0), expected)
 
@@ -127,9 +134,7 @@ def test_any_dtype_and_a_narrower_one(run: Run) -> None:
 
 def convert_and_copy(ranks: Ranks) -> None:
     """The choice, and gradients, survive conversions, copies, pickles and loads."""
-    plain, given = made(ranks, FP32)
-    choose(given, FP64)
-    sharded = shard(CASE, given, ranks.mesh)
+    plain, sharded = made_sharded(ranks, FP32, FP64)
     backward(ranks, sharded, 0)
     before = averages(ranks, plain, 0)
     sharded.to(BF16)
@@ -191,9 +196,7 @@ def test_parameters_of_a_group_may_differ_before_it_is_made(run: Run) -> None:
 
 def step_masters(ranks: Ranks) -> None:
     """Masters in fp32 get gradients that were never rounded to bf16."""
-    plain, given = made(ranks, BF16)
-    choose(given, FP32)
-    sharded = shard(CASE, given, ranks.mesh)
+    plain, sharded = made_sharded(ranks, BF16, FP32)
     optimizer = LocalOptimizer(sharded.parameters(), torch.optim.AdamW, master_dtype=FP32, lr=0.05)
     masters = [nn.Parameter(param.detach().float()) for param in plain.parameters()]
     reference = torch.optim.AdamW(masters, lr=0.05)
@@ -218,9 +221,7 @@ def test_masters_are_stepped_with_fp32_gradients(run: Run) -> None:
 
 def step_matrices(ranks: Ranks) -> None:
     """Optimizers of whole matrices get gradients in the dtype of the parameter."""
-    plain, given = made(ranks, BF16)
-    choose(given, FP32)
-    sharded = shard(CASE, given, ranks.mesh)
+    plain, sharded = made_sharded(ranks, BF16, FP32)
     optimizer = MatrixOptimizer(sharded.parameters(), torch.optim.Adafactor, lr=0.05)
     reference = torch.optim.Adafactor(plain.parameters(), lr=0.05)
     for step in range(2):

@@ -74,7 +74,9 @@ CASES = {
 if torch.__version__.startswith(("2.10.", "2.11.")):
     # Its stages ask their neighbours once more, and gloo sends nothing from a rank to itself.
     CASES = {name: case for name, case in CASES.items() if not case.is_v}
-APART = ("interleaved-zero-bubble", "zbv-zero-bubble", "dual-pipe-v")
+APART = tuple(
+    name for name in ("interleaved-zero-bubble", "zbv-zero-bubble", "dual-pipe-v") if name in CASES
+)
 """Those that compute the gradients of inputs and of weights apart."""
 UNSHARDED_BY_SCHEDULE = ("looped", "interleaved", *APART)
 """Those that gather and free stages themselves."""

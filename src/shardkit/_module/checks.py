@@ -312,7 +312,7 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
                 f"module.to({str(mesh.backend.device)!r})."
             )
             raise WrapError(msg)
-        tensor_parallel = item.annotated or tensor_parallel_of(param)
+        tensor_parallel = item.split
         if tensor_parallel is not None:
             inner = tensor_parallel.outside(mesh) if item.is_spmd else tensor_parallel
             inner.check(item.name, param, mesh)

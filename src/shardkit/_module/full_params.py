@@ -61,9 +61,8 @@ class WholeBucket:
         store = self._bucket.store
         given = {i: each for i, each in enumerate(tensors) if isinstance(each, ShardedTensor)}
         if isinstance(store, FlatStore):
-            dtype = next(
-                (each.dtype for each in given.values()), None
-            )  # Gradients may have another.
+            # Gradients may have another dtype than the shard.
+            dtype = next((each.dtype for each in given.values()), None)
             values = torch.zeros_like(store.shard, dtype=dtype)
             for index, each in given.items():
                 store.piece(values, index).copy_(each.local_piece)

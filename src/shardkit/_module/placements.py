@@ -52,7 +52,7 @@ def place_params(
             item.annotated = _annotated(item, own)
         elif own is not None:
             _check_spmd(item, own)
-        is_split = item.annotated is not None or tensor_parallel_of(item.param) is not None
+        is_split = item.split is not None
         if place is not mesh:
             _check(place, item, mesh, is_split=is_split)
         place = known.setdefault(_axes_of(place), place)

@@ -252,10 +252,9 @@ class Bucket:
 
     def drop_originals(self) -> None:
         """Drop the full-size tensors; from now on there is no way back."""
-        for index, (replaced, spec) in enumerate(
-            zip(self._replacements, self.store.specs, strict=True)
-        ):
+        for index, replaced in enumerate(self._replacements):
             if replaced is not None and self._was_dtensor(index):
+                spec = self.store.specs[index]
                 spec.tensor_parallel.retire(replaced, spec.name)
         self._replacements = []
         self.store.drop_originals()

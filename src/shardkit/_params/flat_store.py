@@ -36,7 +36,6 @@ from shardkit._settings import KEEPS_WIDE_GRADIENTS, CPUOffloadPolicy, GradientP
 from shardkit._tensor.ops import StateAllocator
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec
-from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
@@ -905,8 +904,7 @@ def _tensor_parallel_of(entry: ParamEntry, mesh: DeviceMesh) -> Any:
 
     Axes of that mesh that lie in `mesh` are left out.
     """
-    param = entry.param
-    if isinstance(param, ShardedTensor):
-        return param.spec.tensor_parallel
-    found = entry.annotated or tensor_parallel_of(param)
+    if isinstance(entry.param, ShardedTensor):
+        return entry.param.spec.tensor_parallel
+    found = entry.split
     return None if found is None else found.outside(mesh)

@@ -12,6 +12,7 @@ from torch import nn
 from shardkit._compat import torch_modules, torch_tensors
 from shardkit._errors import StateError
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +53,11 @@ class ParamEntry:
     written: WrittenValue | None = None
     num_written: int = 0
     order: int = 0
+
+    @property
+    def split(self) -> TensorParallel | None:
+        """How the parameter is spread over a mesh of its own, before it is cut; None: it is not."""
+        return self.annotated or tensor_parallel_of(self.param)
 
     def __getstate__(self) -> Any:
         """Return the state to pickle, without the writes, which other processes do not know."""

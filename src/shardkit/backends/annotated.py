@@ -10,6 +10,7 @@ This module is imported when the first such parameter is found (`shardkit.backen
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -103,9 +104,7 @@ def _check_order(name: str, param: Tensor, axes: list[Any]) -> None:
 
 
 def _describe_on_current_mesh(param: Tensor, noted: dict[Any, Any], mesh: Any) -> None:
-    num_described = 1
-    for axis in noted:
-        num_described *= axis.size()
+    num_described = math.prod(axis.size() for axis in noted)
     current = spmd.current_mesh()
     if num_described < mesh.size() and current is not None:
         spmd.assert_type(param, {axis: spmd.R for axis in current if axis not in noted})
