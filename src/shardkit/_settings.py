@@ -164,6 +164,7 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if all(hasattr(policy, name) for name in _MIXED_PRECISION):
+        _refuse_unknown(policy, MixedPrecisionPolicy)
         return MixedPrecisionPolicy(
             **{name: getattr(policy, name) for name in _MIXED_PRECISION},
             param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
@@ -173,6 +174,23 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
         f"out to cast nothing."
     )
     raise WrapError(msg)
+
+
+def _refuse_unknown(policy: Any, known: type[Any]) -> None:
+    """Refuse what a policy of a newer FSDP2 asks for, and shardkit's does not have."""
+    if not dataclasses.is_dataclass(policy):
+        return
+    kind: Any = type(policy)
+    default = kind()
+    ours = {each.name for each in dataclasses.fields(known)}
+    for name in (each.name for each in dataclasses.fields(policy) if each.name not in ours):
+        value = getattr(policy, name)
+        if value != getattr(default, name):
+            msg = (
+                f"FSDP2's {kind.__name__} has {name}={value!r}, which this version of "
+                f"shardkit does not have. Leave it out."
+            )
+            raise WrapError(msg)
 
 
 def as_offload(policy: Any) -> OffloadPolicy:
@@ -188,6 +206,7 @@ def as_offload(policy: Any) -> OffloadPolicy:
         return policy
     kinds = {each.__name__ for each in type(policy).__mro__}
     if "CPUOffloadPolicy" in kinds:
+        _refuse_unknown(policy, CPUOffloadPolicy)
         return CPUOffloadPolicy(pin_memory=policy.pin_memory)
     if "OffloadPolicy" in kinds:
         return OffloadPolicy()

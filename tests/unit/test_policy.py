@@ -136,6 +136,25 @@ def test_policies_of_fsdp2_are_understood() -> None:
         assert convert(ours) is ours
 
 
+def test_what_only_a_newer_fsdp2_has_is_refused() -> None:
+    """Where it is asked for: it would be left out without a word."""
+
+    @dataclasses.dataclass(frozen=True)
+    class NewerPolicy(TorchPolicy):
+        accumulate_dtype: torch.dtype | None = None
+
+    @dataclasses.dataclass
+    class NewerOffload(TorchOffload):
+        max_nbytes: int = 0
+
+    assert as_mixed_precision(NewerPolicy(BF16)) == MixedPrecisionPolicy(BF16)
+    assert as_offload(NewerOffload(pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
+    with pytest.raises(WrapError, match=r"NewerPolicy has accumulate_dtype=torch\.float32, which"):
+        as_mixed_precision(NewerPolicy(BF16, accumulate_dtype=FP32))
+    with pytest.raises(WrapError, match="NewerOffload has max_nbytes=8, which"):
+        as_offload(NewerOffload(max_nbytes=8))
+
+
 def test_a_class_of_offload_policies_means_its_defaults() -> None:
     """Scripts for FSDP2 pass ``offload_policy=CPUOffloadPolicy``, and it raises nothing."""
     assert as_offload(CPUOffloadPolicy) == CPUOffloadPolicy()
