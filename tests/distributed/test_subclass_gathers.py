@@ -280,6 +280,25 @@ def test_a_subclass_that_stores_something_else_is_refused_by_name() -> None:
     assert type(layer) is nn.Linear
 
 
+class Unwrapping(Int8Gather):
+    """Is lost when it is made again over other tensors."""
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: None, size: object, stride: object
+    ) -> typing.Any:
+        del context, size, stride
+        return inner["inner"]
+
+
+def test_a_subclass_that_cannot_be_made_again_is_refused_by_name() -> None:
+    mesh, _ = recording_mesh((2,))
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(Unwrapping(layer.weight.detach()))
+    with pytest.raises(WrapError, match="of Unwrapping, the class of parameter 'weight'"):
+        fully_shard(layer, mesh)
+
+
 def save_subclass(folder: str) -> dict[str, Tensor]:
     model = make_subclass_model(seed=0)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)

@@ -78,6 +78,13 @@ class SubclassLayout:
             msg = f"parameter {name!r} of {self.cls.__name__} has no rows to shard; give it a dim."
             raise WrapError(msg)
         (self._attribute,) = attributes
+        if not isinstance(again := self.wrap(inner[0]), self.cls):
+            msg = (
+                f"__tensor_unflatten__ of {self.cls.__name__}, the class of parameter {name!r}, "
+                f"returns a {type(again).__name__}: this rank's rows would not gather themselves. "
+                f"Return a {self.cls.__name__} over the tensor that it gets."
+            )
+            raise WrapError(msg)
 
     def plain(self, tensor: Tensor) -> Tensor:
         """Return the plain tensor behind one of the subclass; return others as they are."""
