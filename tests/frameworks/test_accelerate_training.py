@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import typing
 
 import pytest
@@ -112,6 +113,36 @@ def load_on_one_rank() -> None:
 
 def test_values_of_one_rank_are_sent_to_the_others(spawn: Spawn) -> None:
     spawn(load_on_one_rank, 2, timeout_s=TIMEOUT_S)
+
+
+def by_address(optimizer: typing.Any, mapping: dict[int, nn.Parameter]) -> None:
+    """Do as versions of Accelerate after 1.15: look for state by the addresses of parameters."""
+    for group in optimizer.param_groups:
+        group["params"] = [mapping[param.data_ptr] for param in group["params"]]
+    for param in list(optimizer.state):
+        optimizer.state[mapping[param.data_ptr()]] = optimizer.state.pop(param)
+
+
+def train_with_state_from_before(is_newer: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_newer:
+            module = importlib.import_module("accelerate.accelerator")
+            patch.setattr(module, "fsdp2_switch_optimizer_parameters", by_address)
+        with accelerate_ranks():
+            plain = prepare(make("tied_llama"), optimizer=torch.optim.Adagrad)
+            plain.train("tied_llama", range(MICRO_BATCHES))
+            forget_accelerate()
+            run = prepare(make("tied_llama"), plugin={}, optimizer=torch.optim.Adagrad)
+            for param in run.model.parameters():
+                total = run.optimizer.state[param]["sum"]
+                assert total.to_local().shape == param.to_local().shape
+            run.train("tied_llama", range(MICRO_BATCHES))
+            assert_alike(run, plain, 2e-5)
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_state_from_before_is_cut(spawn: Spawn, is_newer: bool) -> None:
+    spawn(train_with_state_from_before, 2, is_newer, timeout_s=TIMEOUT_S)
 
 
 def train_replicas() -> None:

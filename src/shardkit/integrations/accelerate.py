@@ -35,7 +35,7 @@ from shardkit._compat import torch_autograd
 from shardkit._errors import IntegrationError, OptimizerError, warn_user
 from shardkit._install import Installed, catch_up, install, refuse_or_warn
 from shardkit._module.fsdp_module import FSDPModule
-from shardkit._module.optimizers import is_of_torchao
+from shardkit._module.optimizers import cut_whole_state, is_of_torchao
 from shardkit.checkpoint import load_full
 from shardkit.integrations._tied_modules import tied_modules_together
 from shardkit.integrations._versions import check_version, replacing
@@ -91,6 +91,9 @@ def _replace_all(used: Installed) -> None:
     accelerator = accelerate.accelerator.Accelerator
     used.replace(accelerator, "_prepare_fsdp2", _also_sharded(accelerator._prepare_fsdp2))
     used.replace(accelerator, "_prepare_tp", _keep_unsplit(accelerator._prepare_tp))
+    name = "fsdp2_switch_optimizer_parameters"
+    switch = getattr(accelerate.accelerator, name)
+    used.replace(accelerate.accelerator, name, _with_own_state(switch))
     utils = accelerate.utils.fsdp_utils
     used.replace(utils, "fsdp2_load_full_state_dict", _load_full_state_dict)
     choose = utils.fsdp2_prepare_auto_wrap_policy
@@ -254,6 +257,26 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
         return args
 
     return prepare
+
+
+def _with_own_state(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what gives an optimizer its new parameters: cut the state that it has, as Adagrad's.
+
+    The keys of state are right: parameters are the same objects. Versions after 1.15 look for them
+    by the addresses that parameters had.
+    """
+
+    @functools.wraps(original)
+    def switch(optimizer: Any, mapping: Mapping[int, nn.Parameter]) -> None:
+        inner = optimizer.optimizer
+        state, inner.state = inner.state, {}
+        try:
+            original(optimizer, mapping)
+        finally:
+            inner.state = state
+        cut_whole_state(inner)
+
+    return switch
 
 
 def _keep_unsplit(original: Callable[..., Any]) -> Callable[..., Any]:
