@@ -7,7 +7,7 @@ import itertools
 import threading
 import typing
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,8 +89,8 @@ def test_any_rank_of_a_large_mesh_can_be_played() -> None:
 
 
 def test_sizes_of_a_mesh_may_be_integers_of_numpy() -> None:
-    assert planned(mesh=numpy.int64(4)).peak_nbytes == planned(mesh=4).peak_nbytes
-    sizes = numpy.array([2, 4])
+    assert planned(mesh=np.int64(4)).peak_nbytes == planned(mesh=4).peak_nbytes
+    sizes = np.array([2, 4])
     assert planned(mesh=sizes, rank=5).peak_nbytes == planned(mesh=(2, 4), rank=5).peak_nbytes
 
 
