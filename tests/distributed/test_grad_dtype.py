@@ -132,6 +132,22 @@ def test_any_dtype_and_a_narrower_one(run: Run) -> None:
     run(train_with_any_dtype)
 
 
+def convert_with_any_dtype(ranks: Ranks) -> None:
+    """Gradients that may have any dtype are converted with the parameters, as in plain modules."""
+    _, sharded = made_sharded(ranks, FP32, None)
+    backward(ranks, sharded, 0)
+    before = [param.grad.full_tensor() for param in sharded.parameters()]
+    sharded.to(BF16)
+    for param, was in zip(sharded.parameters(), before, strict=True):
+        assert (param.dtype, param.grad_dtype, param.grad.dtype) == (BF16, None, BF16)
+        assert torch.equal(param.grad.full_tensor(), was.to(BF16))
+
+
+@on_meshes((1,), (2,), xla=())
+def test_gradients_of_any_dtype_are_converted(run: Run) -> None:
+    run(convert_with_any_dtype)
+
+
 def convert_and_copy(ranks: Ranks) -> None:
     """The choice, and gradients, survive conversions, copies, pickles and loads."""
     plain, sharded = made_sharded(ranks, FP32, FP64)

@@ -228,8 +228,8 @@ class ParamGroup:
     def converted(self) -> Iterator[None]:
         """Keep what users have set on the parameters, while the block exchanges their pieces.
 
-        Gradients of a dtype of their own (``grad_dtype``) stay in it. At the end of the block the
-        pieces are laid end to end, if all of them were replaced.
+        Gradients of a dtype of their own (``grad_dtype``, not None) stay in it. At the end of the
+        block the pieces are laid end to end, if all of them were replaced.
 
         Raises:
             StateError: See `refresh`.
@@ -241,14 +241,16 @@ class ParamGroup:
             for param in params
             if torch_tensors.is_grad_dtype_chosen(param)
         ]
-        for param, _, _ in chosen:
-            param.grad = None
+        for param, dtype, _ in chosen:
+            if dtype is not None:
+                param.grad = None
         try:
             yield
         finally:
             for param, dtype, grad in chosen:
                 param.grad_dtype = dtype
-                param.grad = None if grad is None else grad.to(param.device)
+                if dtype is not None:
+                    param.grad = None if grad is None else grad.to(param.device)
         for param, was_set in zip(params, attributes, strict=True):
             for name, value in was_set.items():
                 param.__dict__.setdefault(name, value)
