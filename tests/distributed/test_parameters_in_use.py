@@ -23,7 +23,7 @@ from reference import (
     shard,
     step_batches,
 )
-from shardkit import ShardedTensor, fully_shard
+from shardkit import ShardedTensor, StateError, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -187,6 +187,30 @@ def test_a_conversion_that_would_lose_gradients_is_refused(spawn_errors: Spawn) 
     for error in spawn_errors(convert_with_unsynced_gradients, 2):
         assert error.type_name == "StateError"
         assert "gradients wait to be synced" in error.message
+
+
+def go_on_after_a_refused_conversion() -> None:
+    """Nothing was converted: the step ends as without the conversion."""
+    case = CASES["mlp"]
+    plain = case.make()
+    model = shard(case, copy.deepcopy(plain), make_mesh((2,)))
+    model.set_requires_gradient_sync(False)
+    case.loss(model, my_batch(case, 0)).backward()
+    with pytest.raises(StateError, match="cannot be converted while gradients wait"):
+        model.double()
+    model.float()
+    model.set_requires_gradient_sync(True)
+    case.loss(model, my_batch(case, 1)).backward()
+    twin = shard(case, plain, make_mesh((2,)))
+    for step in range(2):
+        case.loss(twin, my_batch(case, step)).backward()
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert param.dtype == torch.float32
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad.full_tensor())
+
+
+def test_a_refused_conversion_changes_nothing(spawn: Spawn) -> None:
+    spawn(go_on_after_a_refused_conversion, 2)
 
 
 # --- between a forward and its backward -----------------------------------------------------------

@@ -198,6 +198,8 @@ class FSDPModule(_Base):
         refuse_summoned(
             groups_in(self, recurse=False), "a conversion (to(), half(), ...) was called"
         )
+        for group in groups_in(self, recurse=True):
+            group.check_conversion(fn)
         self.reshard()
         conversion = NotedConversion(self, fn)
         with contextlib.nullcontext() if state.group is None else state.group.converted():

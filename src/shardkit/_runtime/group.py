@@ -9,6 +9,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from shardkit._compat import torch_tensors
 from shardkit._errors import StateError
 from shardkit._params.bucket import WholeValues
@@ -22,9 +24,8 @@ from shardkit._tensor.sharded import user_attributes
 from shardkit._text import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    import torch
     from torch import Tensor, nn
 
     from shardkit._mesh import DeviceMesh
@@ -213,16 +214,37 @@ class ParamGroup:
         Raises:
             StateError: They cannot share a bucket any more, or unsynced gradients would be lost.
         """
-        if self.gradients.buffer_nbytes or self.gradients.is_reducing:
-            msg = (
-                f"parameters of {self.name!r} were replaced while gradients wait to be synced. "
-                f"Finish the step before converting the module."
-            )
-            raise StateError(msg)
+        if self._has_unsynced:
+            self._refuse_unsynced("were replaced")
         buckets = [rebuild(bucket, bucket.entries) for bucket in self.buckets]
         for module in self.modules:
             move_buffers(module, self.mesh.backend)  # After `to_empty(device="cpu")`.
         self._set_buckets(buckets)
+
+    def check_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a conversion that would lose unsynced gradients, before it changes anything.
+
+        Raises:
+            StateError: See `refresh`.
+        """
+        if not self._has_unsynced:
+            return
+        for param in itertools.chain.from_iterable(bucket.sharded for bucket in self.buckets):
+            before = torch.empty(0, dtype=param.dtype, device=param.device)
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                self._refuse_unsynced("cannot be converted")
+
+    @property
+    def _has_unsynced(self) -> bool:
+        return self.gradients.buffer_nbytes > 0 or self.gradients.is_reducing
+
+    def _refuse_unsynced(self, what: str) -> None:
+        msg = (
+            f"parameters of {self.name!r} {what} while gradients wait to be synced. Finish the "
+            f"step before converting the module."
+        )
+        raise StateError(msg)
 
     @contextlib.contextmanager
     def converted(self) -> Iterator[None]:
