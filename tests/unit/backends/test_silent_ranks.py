@@ -40,7 +40,7 @@ def test_equal_names_of_hosts_do_not_mislead(
     monkeypatch.setattr(watch_settings, "answer_s", 0.01)
     store = RunStore("run", dist.HashStore())
     pid = os.getpid() if is_alive else dead_process()
-    store.set("hello/0", json.dumps([socket.gethostname(), pid, machine]))
+    store.set("hello/0", json.dumps([socket.gethostname(), pid, "", machine]))
     asker = rounds.Rounds(store, 1, -1)
     asker.ask()
     assert [answer.state for answer in asker.statuses] == [state]
