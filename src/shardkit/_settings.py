@@ -178,9 +178,9 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
 
 def _refuse_unknown(policy: Any, known: type[Any]) -> None:
     """Refuse what a policy of a newer FSDP2 asks for, and shardkit's does not have."""
-    if not dataclasses.is_dataclass(policy):
-        return
     kind: Any = type(policy)
+    if not kind.__module__.startswith("torch."):  # Users may add fields for themselves.
+        return
     default = kind()
     ours = {each.name for each in dataclasses.fields(known)}
     for name in (each.name for each in dataclasses.fields(policy) if each.name not in ours):

@@ -147,12 +147,18 @@ def test_what_only_a_newer_fsdp2_has_is_refused() -> None:
     class NewerOffload(TorchOffload):
         max_nbytes: int = 0
 
+    NewerPolicy.__module__, NewerOffload.__module__ = (
+        TorchPolicy.__module__,
+        TorchOffload.__module__,
+    )
     assert as_mixed_precision(NewerPolicy(BF16)) == MixedPrecisionPolicy(BF16)
     assert as_offload(NewerOffload(pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
     with pytest.raises(WrapError, match=r"NewerPolicy has accumulate_dtype=torch\.float32, which"):
         as_mixed_precision(NewerPolicy(BF16, accumulate_dtype=FP32))
     with pytest.raises(WrapError, match="NewerOffload has max_nbytes=8, which"):
         as_offload(NewerOffload(max_nbytes=8))
+    NewerPolicy.__module__ = "train"  # A user's own field is for the user.
+    assert as_mixed_precision(NewerPolicy(accumulate_dtype=FP32)) == MixedPrecisionPolicy()
 
 
 def test_a_class_of_offload_policies_means_its_defaults() -> None:

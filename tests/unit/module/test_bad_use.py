@@ -102,7 +102,7 @@ def test_ignored_parameters_of_lazy_modules() -> None:
     assert trains(fully_shard(model, mesh, ignored_params=set(model[1].parameters())))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is (deprecated|not supported):DeprecationWarning")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4))])
 def test_modules_of_torch_jit(make: Callable[[nn.Module], nn.Module]) -> None:
     """Their parameters cannot be exchanged; ignored ones train."""
