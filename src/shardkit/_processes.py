@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_PROCESSES = Path("/proc/self/ns/pid")
+_NAMESPACES = Path("/proc/self/ns")
+_START = 19  # Its place in `_fields`, in ticks since the host started.
 
 
 def machine_id() -> str:
@@ -18,27 +20,36 @@ def machine_id() -> str:
 def boot_and_namespace() -> str:
     """Return a text that is equal for processes that see each other under their process ids.
 
-    Host names are not enough: clones and containers may all have the same one. The text is empty,
-    for unknown, without Linux or /proc.
+    They also see the same start of each process (`start_of`), which depends on the namespace for
+    time. Host names are not enough: clones and containers may all have the same one. The text is
+    empty, for unknown, without Linux or /proc.
     """
     try:
-        return f"{_BOOT.read_text()}{_PROCESSES.readlink()}"
+        text = f"{_BOOT.read_text()}{(_NAMESPACES / 'pid').readlink()}"
     except OSError:
         return ""
+    with contextlib.suppress(OSError):  # Linux before 5.6 has none for time.
+        text += str((_NAMESPACES / "time").readlink())
+    return text
 
 
-def process_state(pid: int) -> str:
-    """Return ``"gone"``, ``"stopped"`` or ``"busy"``; ``"silent"`` if that cannot be known."""
+def process_state(pid: int, start: str) -> str:
+    """Return ``"gone"``, ``"stopped"`` or ``"busy"``; ``"silent"`` if that cannot be known.
+
+    Args:
+        pid: Process id, which a later process may have taken over.
+        start: Start of the process (`start_of`); empty: unknown.
+    """
     try:
         os.kill(pid, 0)
-        letter = _fields(pid)[0]
+        fields = _fields(pid)
     except ProcessLookupError:
         return "gone"
     except OSError:  # It is another user's process, or there is no /proc.
         return "silent"
-    if letter in "ZXx":
+    if fields[0] in "ZXx" or (start and fields[_START] != start):
         return "gone"
-    return "stopped" if letter in "Tt" else "busy"
+    return "stopped" if fields[0] in "Tt" else "busy"
 
 
 def start_of(pid: int) -> str:
@@ -50,10 +61,10 @@ def start_of(pid: int) -> str:
         fields = _fields(pid)
     except OSError:
         return "0" if pid == os.getpid() else ""
-    return "" if fields[0] in "ZX" else fields[19]
+    return "" if fields[0] in "ZXx" else fields[_START]
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the command: first the state, 20th the start."""
+    """Return the fields of /proc/PID/stat after the command; the first is the state."""
     content = Path(f"/proc/{pid}/stat").read_bytes()
     return content.rpartition(b")")[2].decode().split()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import math
+import sys
 import warnings
 import weakref
+import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -339,8 +344,24 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 2
 
 
+@functools.cache
+def _software() -> str:
+    """Return the versions that ranks should have in common, in words."""
+    root = Path(__file__).parents[1]
+    source = 0
+    with contextlib.suppress(OSError):  # The source may lie in an archive.
+        for path in sorted(root.rglob("*.py")):
+            source = zlib.crc32(path.read_bytes(), source)
+    return (
+        f"shardkit {sys.modules['shardkit'].__version__} (checksum of its source {source:08x}) and "
+        f"torch {torch.__version__}"
+    )
+
+
 def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh]) -> None:
     """Compare groups, names, shapes, dtypes and trainability over every axis in use.
+
+    Ranks with different versions of shardkit or torch are warned of, or named in the error.
 
     Raises:
         RankMismatchError: Something differs. Every rank raises, and names the first difference.
@@ -356,17 +377,16 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
     for mesh in meshes:
         description = _describe_all(groups, mesh)
         order = [entry.order for entry in mesh.entries_of(groups)]
-        digest = _digest(repr([_without_owners(each) for each in description]).encode())
+        facts = [_software(), *map(_without_owners, description)]
+        digest = _digest(repr(facts).encode())
         for axis in mesh.axes:
             extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
             axis.all_reduce(extremes, "max")
             highest, lowest = extremes.tolist()
             if highest == -lowest:
                 continue
-            descriptions = axis.exchange(_describe_all(groups, mesh, with_pieces=True))
-            found = _first_model_difference(descriptions)
-            found = found or _first_value_difference(descriptions, order)
-            text = text or found
+            mine = (_software(), _describe_all(groups, mesh, with_pieces=True))
+            text = text or _difference_over(axis, mine, order)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.axes)]
     if len(axes) > 1 or text is not None:  # Ranks on more axes may wait for all to agree.
         text = first_of_all(text, axes)
@@ -435,6 +455,31 @@ def _without_owners(described: Sequence[Any]) -> list[Any]:
     """Return the facts that must be equal on all ranks, without those about each rank's piece."""
     name, *params = described
     return [name, *((*param[:-1], param[-1] and param[-1].number) for param in params)]
+
+
+def _difference_over(
+    axis: AxisComm, mine: tuple[str, Sequence[Any]], order: Sequence[int]
+) -> str | None:
+    """Name the first difference of models or values; warn of software that differs."""
+    of_ranks = axis.exchange(mine)
+    software = [each for each, _ in of_ranks]
+    descriptions = [described for _, described in of_ranks]
+    rank = next((i for i, each in enumerate(software) if each != software[0]), None)
+    if rank is None:
+        return _first_model_difference(descriptions) or _first_value_difference(descriptions, order)
+    hint = (
+        f"ranks run different software: position 0 of the process group has {software[0]}, and "
+        f"position {rank} has {software[rank]}. Install the same versions on all hosts."
+    )
+    try:
+        found = _first_model_difference(descriptions)
+        found = found or _first_value_difference(descriptions, order)
+    except (IndexError, TypeError, ValueError):  # Other versions describe models otherwise.
+        return hint
+    if found is not None:
+        return f"{found} And {hint}"
+    warn_user(hint, is_first_rank=axis.rank == 0)
+    return None
 
 
 def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str | None:

@@ -123,6 +123,50 @@ def refused_grad_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> str | 
     )
 
 
+class MeshAndPlacements:
+    """The part of a DTensor's spec that a sharded tensor has, too.
+
+    A real spec says which rows a rank has, and a piece is a range of elements.
+
+    Attributes:
+        device_mesh: Mesh of the ranks.
+        placements: Placement on each axis of the mesh.
+        shape: Shape of the whole tensor.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self.device_mesh = self.mesh = tensor.device_mesh
+        self.placements, self.shape = tensor.placements, tensor.shape
+        self._name = tensor.spec.name
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse all else.
+
+        Raises:
+            AttributeError: Always, so that `hasattr` is False.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        msg = (
+            f"_spec of sharded {self._name!r} has no {name}: a DTensorSpec says which rows a rank "
+            f"has, and this piece is a range of elements. Use to_local(), full_tensor(), "
+            f"device_mesh and placements."
+        )
+        raise AttributeError(msg)
+
+    def __reduce__(self) -> Any:
+        """Refuse: a DTensor of this piece cannot be made elsewhere.
+
+        Raises:
+            ShardedTensorError: Always.
+        """
+        msg = (
+            f"_spec of sharded {self._name!r} cannot be pickled: no DTensor can be made of a range "
+            f"of elements. Send full_tensor(), or a checkpoint."
+        )
+        raise ShardedTensorError(msg)
+
+
 class ClientAnswers(ClaimsClass, HostValues):
     """The part of a `ShardedTensor` that only other packages need, as they do of a DTensor."""
 
@@ -183,18 +227,9 @@ class ClientAnswers(ClaimsClass, HostValues):
         return torch.Tensor.grad_dtype
 
     @property
-    def _spec(self) -> Any:
-        """Missing attribute: DTensor's spec can describe rows only.
-
-        Raises:
-            AttributeError: Always, so that `hasattr` is False.
-        """
-        msg = (
-            f"sharded {self.spec.name!r} has no _spec: a DTensorSpec says which rows a rank has, "
-            f"and this piece is a range of elements. Use to_local(), full_tensor(), device_mesh "
-            f"and placements."
-        )
-        raise AttributeError(msg)
+    def _spec(self) -> MeshAndPlacements:
+        """The part of a DTensor's spec that a sharded tensor has, too."""
+        return MeshAndPlacements(self)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory of this rank's piece alone.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,10 +103,10 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
 
     device = _device_type(device)
     options = {name: value for name, value in options.items() if value is not None}
-    shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
-    if "strategy" in options:
-        chosen = strategy_of(options["strategy"])
-        shape = chosen.mesh_shape(shape[0]) if isinstance(mesh, int) else shape
+    # `index` takes the integers of NumPy, too, and makes them Python's.
+    shape = tuple(map(index, mesh)) if isinstance(mesh, Iterable) else (index(mesh),)
+    if "strategy" in options and not isinstance(mesh, Iterable):
+        shape = strategy_of(options["strategy"]).mesh_shape(shape[0])
     if len(shape) not in (1, 2) or min(shape) < 1:
         msg = f"mesh must be (shard,) or (replicate, shard), each of 1 rank or more, got {shape}."
         raise ConfigError(msg)

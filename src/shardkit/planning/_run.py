@@ -197,6 +197,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
             transformers_without_values(),
             seen_random_states(meter.note) if run.on_cpu else contextlib.nullcontext(),
             _explained(meter),
+            torch.autograd.set_detect_anomaly(False),  # Its checks read values.
         ):
             begin, first = _two_steps(run, model, optimizer, batch, meter)
         padding = _padding_nbytes(model)

@@ -7,6 +7,7 @@ import itertools
 import threading
 import typing
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,20 @@ def test_any_rank_of_a_large_mesh_can_be_played() -> None:
     first, last = (planned(mesh=(64, 256), rank=rank) for rank in (0, 64 * 256 - 1))
     assert {each.num_ranks for each in last.collectives} == {64, 256}
     assert last.most_of_kind["unsharded"] == first.most_of_kind["unsharded"]
+
+
+def test_sizes_of_a_mesh_may_be_integers_of_numpy() -> None:
+    assert planned(mesh=np.int64(4)).peak_nbytes == planned(mesh=4).peak_nbytes
+    sizes = np.array([2, 4])
+    assert planned(mesh=sizes, rank=5).peak_nbytes == planned(mesh=(2, 4), rank=5).peak_nbytes
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_a_plan_in_anomaly_mode_is_the_same() -> None:
+    with torch.autograd.detect_anomaly():
+        found = planned()
+        assert torch.is_anomaly_enabled()
+    assert found.peak_nbytes == planned().peak_nbytes
 
 
 def test_what_a_budget_leaves_and_what_helps() -> None:

@@ -16,6 +16,8 @@ from shardkit._runtime.agreement import (
     ComparedMesh,
     UsedParameters,
     _describe,
+    _difference_over,
+    _software,
     check_same_model,
 )
 from shardkit._settings import watch_settings
@@ -57,7 +59,8 @@ class Ranks:
     def __init__(self, *others: list[typing.Any], size: int | None = None) -> None:
         self.others = others
         self.described = [
-            [(g.name, *_describe(g, ComparedMesh(()))) for g in groups] for groups in others
+            (_software(), [(g.name, *_describe(g, ComparedMesh(()))) for g in groups])
+            for groups in others
         ]
         self.size = size or 1 + len(others)
         self.compared: list[tuple[torch.dtype, int, str]] = []
@@ -115,6 +118,31 @@ def test_what_differs_in_one_row_is_told_in_all() -> None:
     with pytest.raises(RankMismatchError, match=r"1\.weight"):
         check_same_model(groups_of(), over(rows, columns))
     assert (rows.exchanged, columns.exchanged) == (2, 1)
+
+
+def with_software(axis: Ranks, software: str, change: Callable[..., typing.Any] = list) -> Ranks:
+    """Let the other ranks of an axis run other software."""
+    axis.described = [(software, change(described)) for _, described in axis.described]
+    return axis
+
+
+def test_ranks_with_other_software_are_warned_of() -> None:
+    """All else is equal, so they may go on."""
+    axis = with_software(Ranks(groups_of(wider)), "shardkit 0.0.9")
+    with pytest.warns(UserWarning, match=r"position 1 has shardkit 0\.0\.9\. Install the same"):
+        assert _difference_over(axis, (_software(), axis.described[0][1]), [0, 1, 2, 3]) is None
+    with pytest.raises(RankMismatchError, match=r"'1\.weight'.* And ranks run different software"):
+        check_same_model(groups_of(), over(axis))
+
+
+def test_a_description_of_other_software_may_be_of_another_kind() -> None:
+    axis = with_software(
+        Ranks(groups_of(wider)),
+        "shardkit 0.2.0",
+        lambda groups: [(name, *(param[1:] for param in params)) for name, *params in groups],
+    )
+    with pytest.raises(RankMismatchError, match=r"position 1 has shardkit 0\.2\.0"):
+        check_same_model(groups_of(), over(axis))
 
 
 def wider(model: nn.Sequential) -> None:

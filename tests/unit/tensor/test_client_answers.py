@@ -183,11 +183,16 @@ def test_safetensors_cannot_write_a_sharded_model(tmp_path: pathlib.Path) -> Non
         safetensors.torch.save_model(sharded_layers(2, 0), str(tmp_path / "model.safetensors"))
 
 
-def test_there_is_no_description_by_rows() -> None:
+def test_a_description_has_no_rows() -> None:
     weight: typing.Any = sharded_layers(2, 0).first.weight
-    assert not hasattr(weight, "_spec")
-    with pytest.raises(AttributeError, match=r"'first\.weight' has no _spec.*Use to_local\(\)"):
-        _ = weight._spec  # noqa: SLF001
+    spec: typing.Any = weight._spec  # noqa: SLF001
+    assert (spec.device_mesh, spec.placements) == (weight.device_mesh, weight.placements)
+    assert (spec.mesh, spec.shape) == (weight.device_mesh, weight.shape)
+    assert not hasattr(spec, "tensor_meta")
+    with pytest.raises(AttributeError, match=r"'first\.weight' has no num_shards.*to_local\(\)"):
+        _ = spec.num_shards
+    with pytest.raises(ShardedTensorError, match=r"'first\.weight' cannot be pickled"):
+        pickle.dumps(spec)
 
 
 # --- isinstance(param, DTensor) -------------------------------------------------------------------

@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardkit._processes import machine_id, process_state
+from shardkit._processes import machine_id, process_state, start_of
 from shardkit._settings import watch_settings
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose
 from shardkit.backends.watch.status import UNHEARD, RankStatus, from_text, to_text
@@ -45,13 +45,22 @@ _NUM_KEPT = 16  # Rounds whose results are kept: new rounds may come faster than
 
 
 @dataclass(slots=True)
+class SilentProcess:
+    """The process of a rank that does not answer, for another rank of its machine to look at."""
+
+    rank: int = 0
+    pid: int = 0
+    start: str = ""  # Start of the process, in the machine's ticks.
+
+
+@dataclass(slots=True)
 class Result:
     """Result of a round."""
 
     diagnosis: Diagnosis | None = None  # None: nobody waits.
     silent: list[int] = field(default_factory=list)  # Ranks that did not answer.
-    # Processes to look at, by the rank that is to look: ranks and process ids.
-    look: dict[str, list[list[int]]] = field(default_factory=dict)
+    # Processes to look at, by the rank that is to look.
+    look: dict[str, list[SilentProcess]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, text: str | bytes) -> Result:
@@ -77,7 +86,7 @@ class Rounds:
         self.store = store
         self._world_size = world_size
         self._rank = rank
-        self._hello: dict[int, tuple[str, int, str]] = {}
+        self._hello: dict[int, tuple[str, int, str, str]] = {}
         self._silent_since: dict[int, float] = {}
         self._known: dict[int, str] = {}  # States of silent ranks, as their hosts see them.
         self._suspicion = ""
@@ -201,9 +210,9 @@ class Rounds:
             self._hello[rank] = _read_hello(self.store.get(f"hello/{rank}"))
         if rank not in self._hello:
             return RankStatus(rank, state="unborn")
-        host, pid, machine = self._hello[rank]
+        host, pid, start, machine = self._hello[rank]
         is_here = machine == machine_id()
-        state = process_state(pid) if is_here else self._known.get(rank, "silent")
+        state = process_state(pid, start) if is_here else self._known.get(rank, "silent")
         return RankStatus(rank, host, pid, state, silent_s=_now() - since)
 
     def _add_details(self, number: int, ranks: Sequence[int]) -> bool:
@@ -225,13 +234,13 @@ class Rounds:
 
     # --- what hosts say of their processes ---
 
-    def _who_shall_look(self) -> dict[str, list[list[int]]]:
+    def _who_shall_look(self) -> dict[str, list[SilentProcess]]:
         """Return silent processes on other machines, by a rank that has answered from there.
 
         That rank is on the same machine, so process ids are valid there.
         """
         silent = [s for s in self.statuses if s.state == "silent" and s.rank not in self._known]
-        look: dict[str, list[list[int]]] = {}
+        look: dict[str, list[SilentProcess]] = {}
         if not silent:
             return look
         awake = [s.rank for s in self.statuses if s.state not in UNHEARD]
@@ -241,11 +250,14 @@ class Rounds:
         unknown = [*keys.values()]
         texts = self.store.get_all([*keys]) if keys else []
         self._hello |= dict(zip(unknown, map(_read_hello, texts), strict=True))
-        by_machine = {self._hello[rank][2]: rank for rank in reversed(awake) if rank in self._hello}
+        by_machine = {
+            self._hello[rank][-1]: rank for rank in reversed(awake) if rank in self._hello
+        }
         for status in silent:
-            looker = by_machine.get(self._hello[status.rank][2])
-            if looker is not None:
-                look.setdefault(str(looker), []).append([status.rank, status.pid])
+            _, pid, start, machine = self._hello[status.rank]
+            if machine in by_machine:
+                process = SilentProcess(status.rank, pid, start)
+                look.setdefault(str(by_machine[machine]), []).append(process)
         return look
 
     def _await_looks(self, number: int, result: Result) -> None:
@@ -304,22 +316,22 @@ class Answering:
             return Result()
         result = Result.load(store.get(f"result/{number}"))
         if asked := result.look.get(str(rank)):
-            seen = {str(other): process_state(pid) for other, pid in asked}
+            seen = {str(other.rank): process_state(other.pid, other.start) for other in asked}
             store.set(f"looked/{number}/{rank}", json.dumps(seen))
         return result
 
 
 def hello(host: str, pid: int) -> str:
     """Return the text by which a rank introduces itself once."""
-    return json.dumps([host, pid, machine_id()])
+    return json.dumps([host, pid, start_of(pid), machine_id()])
 
 
-def _read_hello(text: bytes) -> tuple[str, int, str]:
+def _read_hello(text: bytes) -> tuple[str, int, str, str]:
     try:
-        host, pid, machine = json.loads(text)
-        return str(host), int(pid), str(machine)
+        host, pid, start, machine = json.loads(text)
+        return str(host), int(pid), str(start), str(machine)
     except (TypeError, ValueError, RecursionError):
-        return "?", 0, "?"
+        return "?", 0, "", "?"
 
 
 def _read(text: bytes, rank: int) -> RankStatus | None:

@@ -210,6 +210,12 @@ class RankFile:
     pid: int
     started: float  # Seconds since 1970.
     machine: str = ""  # Machine on which the process id is valid.
+    start: str = ""  # Start of the process, in the machine's ticks.
+
+    @property
+    def process_state(self) -> str:
+        """State of the process, if it is on this machine."""
+        return process_state(self.pid, self.start)
 
 
 def folder() -> Path:
@@ -260,7 +266,7 @@ def running() -> list[RankFile]:
     # Whether processes on other machines still run cannot be known here.
     here = machine_id()
     found = [
-        run for _, run in known if run.machine not in ("", here) or process_state(run.pid) != "gone"
+        run for _, run in known if run.machine not in ("", here) or run.process_state != "gone"
     ]
     names = {run.name for run in found}
     for path, run in known:
@@ -270,10 +276,10 @@ def running() -> list[RankFile]:
     return sorted(found, key=lambda run: (-run.started, run.rank))
 
 
-def process_of(name: str, rank: int) -> int | None:
-    """Return the process of a run's rank if it is on this machine; it may have ended."""
+def rank_here(name: str, rank: int) -> RankFile | None:
+    """Return a run's rank if its process is on this machine; it may have ended."""
     found = (run for _, run in _runs(f"{name}-{rank}"))
-    return next((run.pid for run in found if run.machine == machine_id()), None)
+    return next((run for run in found if run.machine == machine_id()), None)
 
 
 def keep_diagnosis(

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from shardkit._compat import torch_groups
 from shardkit._errors import RankMismatchError, StateError
-from shardkit._processes import machine_id, process_state
+from shardkit._processes import machine_id, start_of
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import Diagnosis, explain_error, what_is_awaited
@@ -345,8 +345,9 @@ class Watchdog:
         self._store.set(f"hello/{self.rank}", hello(socket.gethostname(), os.getpid()))
         bottom = self._store.connection
         if hasattr(bottom, "port"):  # Then `python -m shardkit why` can reach the store.
-            place = (bottom.host, bottom.port, self.world_size, self.rank, os.getpid(), time.time())
-            self._file = runs.register(runs.RankFile(self._store.run, *place, machine_id()))
+            place = (bottom.host, bottom.port, self.world_size, self.rank)
+            process = (os.getpid(), time.time(), machine_id(), start_of(os.getpid()))
+            self._file = runs.register(runs.RankFile(self._store.run, *place, *process))
         for name, target in (("answers", self._listen), ("clock", self._tick)):
             thread = threading.Thread(target=target, name=f"shardkit-{name}", daemon=True)
             self._threads.append(thread)
@@ -563,16 +564,16 @@ class Watchdog:
         if not waits or silent_s < watch_settings.ask_after_s:
             return
         # If the launcher holds the store, its process is not known.
-        pid = None if _is_agents_store() else runs.process_of(self._store.run, 0)
-        state = "silent" if pid is None else process_state(pid)
+        holder = None if _is_agents_store() else runs.rank_here(self._store.run, 0)
+        state = "silent" if holder is None else holder.process_state
         if state == "gone":
             self._end(self._store_is_gone(or_more=""))
         elif state == "silent" and silent_s >= watch_settings.silent_after_s:
             self._end(self._store_is_gone(or_more=", or its host is gone"), is_store_silent=True)
         elif silent_s >= waits[0].next_word:
             waits[0].next_word = silent_s * _MORE_WORDS
-            if state == "stopped":
-                why = f"rank 0, which holds it, is stopped (SIGSTOP): `kill -CONT {pid}`"
+            if holder is not None and state == "stopped":
+                why = f"rank 0, which holds it, is stopped (SIGSTOP): `kill -CONT {holder.pid}`"
             else:
                 why = "rank 0, or the launcher, which holds it, may be stopped, or very busy"
             logger.warning(
@@ -778,8 +779,8 @@ class Watchdog:
             while time.monotonic() < end:
                 missing = self._store.missing(missing)
                 # Ranks that were killed write nothing.
-                pids = (runs.process_of(self._store.run, int(key[4:])) for key in missing)
-                if all(pid is not None and process_state(pid) == "gone" for pid in pids):
+                others = (runs.rank_here(self._store.run, int(key[4:])) for key in missing)
+                if all(other is not None and other.process_state == "gone" for other in others):
                     return
                 time.sleep(_TICK_S)
 

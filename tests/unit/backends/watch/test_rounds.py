@@ -14,7 +14,7 @@ import typing
 import pytest
 import torch.distributed as dist
 
-from shardkit._processes import machine_id
+from shardkit._processes import machine_id, start_of
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import rounds as module
 from shardkit.backends.watch.diagnosis import Diagnosis
@@ -153,15 +153,16 @@ def test_where_the_asker_died_the_next_round_can_begin(
     assert store.add("rounds", 0) == 2
 
 
-@pytest.mark.parametrize("known", ["gone", "busy", "silent", "unborn"])
+@pytest.mark.parametrize("known", ["gone", "taken over", "busy", "silent", "unborn"])
 def test_what_is_known_of_who_does_not_answer(store: RunStore, known: str) -> None:
     if known != "unborn":
         machine = "elsewhere" if known == "silent" else machine_id()
         pid = NO_PROCESS if known == "gone" else os.getpid()
-        store.set("hello/0", json.dumps(["host", pid, machine]))
+        start = "1" if known == "taken over" else start_of(pid)
+        store.set("hello/0", json.dumps(["host", pid, start, machine]))
     asker = Rounds(store, 1, -1)
     asker.ask()
-    assert asker.statuses[0].state == known
+    assert asker.statuses[0].state == ("gone" if known == "taken over" else known)
 
 
 def test_a_rank_that_is_stopped_or_traced_is_said_to_be(store: RunStore) -> None:
@@ -178,15 +179,17 @@ def test_a_rank_that_is_stopped_or_traced_is_said_to_be(store: RunStore) -> None
 
 
 @pytest.mark.parametrize(
-    ("pid", "state"), [(NO_PROCESS, "gone"), (os.getpid(), "busy")], ids=["gone", "busy"]
+    ("pid", "start", "state"),
+    [(NO_PROCESS, "", "gone"), (os.getpid(), "1", "gone"), (os.getpid(), "", "busy")],
+    ids=["gone", "taken-over", "busy"],
 )
 def test_others_of_a_machine_look_at_who_is_silent_there(
-    store: RunStore, monkeypatch: pytest.MonkeyPatch, pid: int, state: str
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, pid: int, start: str, state: str
 ) -> None:
     """Rank 0 asks; ranks 1 and 2 are elsewhere, where rank 1 answers for rank 2."""
     monkeypatch.setattr(module, "machine_id", lambda: "here")
     for rank, machine in enumerate(["here", "there", "there"]):
-        store.set(f"hello/{rank}", json.dumps(["host", pid, machine]))
+        store.set(f"hello/{rank}", json.dumps(["host", pid, start, machine]))
     groups = {"0": GroupStatus([0, 1, 2], 1, recent=["a"])}
     zero = RankStatus(0, groups=groups, wait=WaitStatus("0", 0, "a", 3.0))
     one = RankStatus(1, groups=groups)
@@ -204,7 +207,7 @@ def test_silence_counts_within_one_wait_without_gaps(
 ) -> None:
     monkeypatch.setattr(watch_settings, "answer_s", 0.02)
     monkeypatch.setattr(watch_settings, "silent_after_s", 1000.0)
-    store.set("hello/1", json.dumps(["host", 1, "elsewhere"]))
+    store.set("hello/1", json.dumps(["host", 1, "", "elsewhere"]))
     now = [100.0]
     monkeypatch.setattr(module, "_now", lambda: now[0])
     asker = Rounds(store, 2, 0)

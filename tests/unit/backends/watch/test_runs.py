@@ -8,7 +8,7 @@ import typing
 
 import pytest
 
-from shardkit._processes import machine_id
+from shardkit._processes import machine_id, start_of
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.status import RankStatus
 
@@ -47,6 +47,13 @@ def test_files_of_processes_that_are_gone_go() -> None:
     assert not path.exists()
 
 
+def test_a_process_that_took_over_the_id_of_a_rank_is_none_of_the_run() -> None:
+    pid = os.getpid()
+    runs.register(dataclasses.replace(run("this", 0), start=start_of(pid)))
+    runs.register(dataclasses.replace(run("that", 0), start=f"{start_of(pid)}0"))
+    assert [each.name for each in runs.running()] == ["this"]
+
+
 def test_the_next_run_removes_files_of_killed_ones(place: Path) -> None:
     """Also if nobody asks for them: a launcher kills ranks, which then remove nothing."""
     for number in range(3):
@@ -60,7 +67,9 @@ def test_ranks_find_what_a_killed_rank_of_their_run_has_left() -> None:
     runs.register(dataclasses.replace(run("this", 1), machine=machine_id()))
     runs.register(dataclasses.replace(run("this", 2, pid=NO_PROCESS), machine=machine_id()))
     assert [each.rank for each in runs.running()] == [1]
-    assert runs.process_of("this", 2) == NO_PROCESS
+    found = runs.rank_here("this", 2)
+    assert found is not None
+    assert found.pid == NO_PROCESS
 
 
 def test_a_file_that_cannot_be_read_is_passed_over(place: Path) -> None:
@@ -138,9 +147,11 @@ def test_a_pipe_is_not_read(place: Path) -> None:
 def test_the_process_of_a_rank_is_found_on_its_machine_only() -> None:
     runs.register(dataclasses.replace(run("here", 3, pid=77), machine=machine_id()))
     runs.register(dataclasses.replace(run("there", 3, pid=77), machine="elsewhere"))
-    assert runs.process_of("here", 3) == 77
-    assert runs.process_of("there", 3) is None
-    assert runs.process_of("here", 4) is None
+    found = runs.rank_here("here", 3)
+    assert found is not None
+    assert found.pid == 77
+    assert runs.rank_here("there", 3) is None
+    assert runs.rank_here("here", 4) is None
 
 
 def test_no_name_of_the_user_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
