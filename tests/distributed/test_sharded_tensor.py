@@ -116,6 +116,43 @@ def test_conjugates_are_those_of_the_whole() -> None:
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, msg=name)
 
 
+class Conjugated(nn.Module):
+    """A complex product, for which autograd gives the gradient as a view of its conjugate."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.z = nn.Parameter(values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.z.conj()).imag.sum()
+
+
+@on_ranks(2)
+def test_views_of_conjugates_are_written_as_their_values() -> None:
+    values = torch.randn(4, 3, dtype=torch.complex128)
+    model = fully_shard(Conjugated(values.conj()), mesh=make_mesh((2,)))
+    assert torch.equal(model.z.full_tensor(), values.conj())
+    with torch.no_grad():
+        model.z.copy_((2 * values).conj())
+    assert torch.equal(model.z.full_tensor(), 2 * values.conj())
+    model.load_state_dict({"z": (3 * values).conj()})
+    assert torch.equal(model.z.full_tensor(), 3 * values.conj())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_gradients_may_be_views_of_conjugates(num_ranks: int) -> None:
+    values, x = torch.randn(2, 4, 3, dtype=torch.complex128)
+    plain = Conjugated(values.clone())
+    model = fully_shard(copy.deepcopy(plain), mesh=make_mesh((num_ranks,)))
+    for trained in (plain, model):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+        trained(x.T).backward()
+        assert trained is model or trained.z.grad.is_conj()
+        optimizer.step()
+    torch.testing.assert_close(model.z.full_tensor(), plain.z.detach())
+
+
 # --- beside sparse matrices -----------------------------------------------------------------------
 
 

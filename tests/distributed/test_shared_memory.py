@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 import typing
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from allocated import all_read_directly, past_shared_memory
-from reference import make_mesh
+from reference import full_grads, make_mesh
 from shardkit import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardkit._module.hooks import state_of
 from shardkit.backends import direct_reads, host_links, shared_memory
@@ -228,6 +229,30 @@ def test_gradients_that_are_read_are_held() -> None:
         assert step(1) == [True, False]
         model.set_gradient_predivide_factor(2.0)
         assert step(1) == [False, False]
+
+
+class Conjugated(nn.Module):
+    """A complex product whose gradient is a conjugate: a flag on memory with other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.weight.dtype) @ self.weight.conj()).imag
+
+
+@on_ranks(2)
+def test_gradients_that_are_conjugates_are_read_with_their_signs() -> None:
+    model = Conjugated()
+    plain = copy.deepcopy(model)
+    plain(torch.full((1, 5), 1.5)).sum().backward()
+    assert plain.weight.grad is not None
+    assert plain.weight.grad.is_conj()
+    with all_read_directly():
+        fully_shard(model, mesh=make_mesh((2,)))
+        model(torch.full((1, 5), dist.get_rank() + 1.0)).sum().backward()
+    assert torch.equal(full_grads(model)["weight"], plain.weight.grad.resolve_conj())
 
 
 # --- who shares and reads -------------------------------------------------------------------------

@@ -196,6 +196,7 @@ class BucketGradients:
             grad = grad.detach()
         if grad.dtype is not bucket.plan.grad_dtype:
             grad = grad.to(bucket.plan.grad_dtype)
+        grad = grad.resolve_conj().resolve_neg()  # In a dispatch operators do not heed such flags.
         piece = grad if grad.ndim == 1 else grad.reshape(-1)
         if divide_factor is not None:
             piece = piece / divide_factor

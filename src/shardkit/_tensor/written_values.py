@@ -148,7 +148,8 @@ def fingerprint(
     flat = tensor.detach().reshape(-1)
     if max_samples and flat.numel() > max_samples:
         flat = flat[:: flat.numel() // max_samples][:max_samples]
-    octets = flat.to(dtype or flat.dtype).contiguous().view(torch.uint8)
+    flat = flat.to(dtype or flat.dtype).contiguous().resolve_conj().resolve_neg()
+    octets = flat.view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first, part in enumerate(octets.split(_PART_NBYTES)):
         start = first * _PART_NBYTES + 1

@@ -344,8 +344,12 @@ class ReadExchange(Exchange):
 
 
 def _readable_rows(reduction: Reduction) -> list[list[Tensor]]:
-    """Return contiguous tensors that each rank can read: of one dtype, which the ranks know."""
-    rows = [[part.contiguous() for part in row] for row in reduction.rows()]
+    """Return contiguous tensors that each rank can read: of one dtype, which the ranks know.
+
+    Autograd may give the conjugate or the negative of a gradient as a flag on the same memory, of
+    which readers would know nothing.
+    """
+    rows = [[p.contiguous().resolve_conj().resolve_neg() for p in r] for r in reduction.rows()]
     _clear_parts([reduction])
     dtypes = {part.dtype for row in rows for part in row}
     if len(dtypes) == 1 and dtypes <= {reduction.send.dtype, reduction.part_dtype}:

@@ -34,3 +34,8 @@ def test_one_bit_changes_it(place: int) -> None:
 
 def test_nothing_has_one_too() -> None:
     assert fingerprint(torch.zeros(0, 3)).item() == 0
+
+
+def test_it_is_that_of_the_values_of_a_conjugate() -> None:
+    tensor = torch.randn(7, dtype=torch.complex64)
+    assert fingerprint(tensor.conj()).equal(every_octet(tensor.conj_physical()))
