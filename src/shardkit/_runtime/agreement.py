@@ -386,7 +386,8 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
             if highest == -lowest:
                 continue
             mine = (_software(), _describe_all(groups, mesh, with_pieces=True))
-            text = text or _difference_over(axis, mine, order)
+            found = _difference_over(axis, mine, order)  # Communicates, so also with a text.
+            text = text or found
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.axes)]
     if len(axes) > 1 or text is not None:  # Ranks on more axes may wait for all to agree.
         text = first_of_all(text, axes)

@@ -120,6 +120,14 @@ def test_what_differs_in_one_row_is_told_in_all() -> None:
     assert (rows.exchanged, columns.exchanged) == (2, 1)
 
 
+def test_all_axes_are_compared_if_the_first_one_differs() -> None:
+    """Ranks of the second one may have found nothing on theirs, and wait there."""
+    rows, columns = Ranks(groups_of(wider)), Ranks(groups_of(wider))
+    with pytest.raises(RankMismatchError, match=r"1\.weight"):
+        check_same_model(groups_of(), over(rows, columns))
+    assert (rows.exchanged, columns.exchanged) == (2, 2)
+
+
 def with_software(axis: Ranks, software: str, change: Callable[..., typing.Any] = list) -> Ranks:
     """Let the other ranks of an axis run other software."""
     axis.described = [(software, change(described)) for _, described in axis.described]
