@@ -287,6 +287,10 @@ class Quantized(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["plain"], None
 
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], *_: object) -> Quantized:
+        return parts["plain"].as_subclass(Quantized)
+
     @property
     def plain(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shardkit.backends.device import Event
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+_PARTS = ("__tensor_flatten__", "__tensor_unflatten__")
 
 
 class SubclassLayout:
@@ -56,14 +57,16 @@ class SubclassLayout:
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.cls: Any = type(param)
-        if not hasattr(param, "__tensor_flatten__"):
+        lacking = [each for each in _PARTS if not hasattr(param, each)]
+        if lacking:
             msg = (
                 f"parameter {name!r} is a {self.cls.__name__}, which has fsdp_pre_all_gather but "
-                f"no __tensor_flatten__: its plain tensor cannot be found. Add __tensor_flatten__ "
-                f"and __tensor_unflatten__ to the subclass."
+                f"no {lacking[0]}: its plain tensor cannot be found or replaced. Add "
+                f"{' and '.join(_PARTS)} to the subclass."
             )
             raise WrapError(msg)
-        attributes, self._context = param.__tensor_flatten__()
+        flatten: Any = getattr(param, _PARTS[0])
+        attributes, self._context = flatten()
         inner = [getattr(param, attribute) for attribute in attributes]
         if len(inner) != 1 or inner[0].shape != param.shape or inner[0].dtype != param.dtype:
             found = [f"{t.dtype} {tuple(t.shape)}" for t in inner]
