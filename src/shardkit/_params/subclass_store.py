@@ -55,7 +55,7 @@ _PARTS = ("__tensor_flatten__", "__tensor_unflatten__")
 class SubclassLayout:
     """How a tensor subclass lies over one plain tensor of its shape and dtype."""
 
-    def __init__(self, name: str, param: Tensor) -> None:
+    def __init__(self, name: str, param: Any) -> None:
         self.cls: Any = type(param)
         lacking = [each for each in _PARTS if not hasattr(param, each)]
         if lacking:
@@ -65,8 +65,7 @@ class SubclassLayout:
                 f"{' and '.join(_PARTS)} to the subclass."
             )
             raise WrapError(msg)
-        flatten: Any = getattr(param, _PARTS[0])
-        attributes, self._context = flatten()
+        attributes, self._context = param.__tensor_flatten__()
         inner = [getattr(param, attribute) for attribute in attributes]
         if len(inner) != 1 or inner[0].shape != param.shape or inner[0].dtype != param.dtype:
             found = [f"{t.dtype} {tuple(t.shape)}" for t in inner]

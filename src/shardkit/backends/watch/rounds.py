@@ -11,7 +11,7 @@ The keys of round `n`, under the prefix of the run:
 | ``details/RANK`` | each rank, after its answer | its status with details; of the last round only |
 | ``result/n`` | the asker | `Result`: the conclusion |
 | ``looked/n/RANK`` | a rank that was asked to look | what silent processes of its machine do |
-| ``hello/RANK`` | each rank, once | host, process, machine |
+| ``hello/RANK`` | each rank, once | host, process and its start, machine |
 | ``end/RANK`` | each rank, once, at its end | its last status |
 """
 
