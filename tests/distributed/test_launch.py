@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -123,6 +124,39 @@ def test_a_run_goes_on_without_its_terminal(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "[rank 0] three" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+_WAITING = """
+import fcntl, os, sys, time
+
+files = [open(f"{sys.argv[1]}/{rank}", "w") for rank in "01"]
+rank = int(os.environ["RANK"])
+fcntl.flock(files[rank], fcntl.LOCK_EX)
+print(f"rank {rank} is here", flush=True)
+time.sleep(120)
+files[rank].write("went on")
+"""
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(_WAITING)
+    command = [sys.executable, "-m", "shardkit", "launch", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*command, str(script), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as launcher:
+        assert launcher.stdout is not None
+        said = {launcher.stdout.readline() for _ in range(2)}
+        assert said == {"[rank 0] rank 0 is here\n", "[rank 1] rank 1 is here\n"}
+        launcher.kill()
+    for rank in "01":
+        with (tmp_path / rank).open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # It waits until the rank ends.
+            assert not held.read()
 
 
 def test_options_and_errors_are_told(tmp_path: pathlib.Path) -> None:

@@ -7,15 +7,19 @@ them.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import importlib.machinery
 import os
 import runpy
+import signal
 import sys
 import types
 from pathlib import Path
 
 _HIDDEN = {__file__, "<frozen runpy>", runpy.__file__}
+_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
@@ -26,6 +30,7 @@ def main(arguments: list[str]) -> None:
         install |= arguments[0] == "--install"
         arguments = arguments[1:]
     faulthandler.enable()
+    _end_with_launcher()
     sys.argv = arguments
     sys.path[0] = str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent)
     _say_restart()
@@ -43,6 +48,12 @@ def main(arguments: list[str]) -> None:
         sys.last_value = error  # As Python does; shardkit reads it if the script sets a hook.
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+def _end_with_launcher() -> None:
+    """Let Linux send SIGTERM to this rank if its launcher is killed, and so cannot send it."""
+    with contextlib.suppress(OSError, AttributeError):  # Other systems have no such call.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _run_file(file: str) -> None:
