@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import typing
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from models import CASES
 from reference import make_mesh, my_batch, shard
-from shardkit import fully_shard
+from shardkit import RankMismatchError, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -72,3 +80,39 @@ def test_replicas_add_micro_batches_in_one_order() -> None:
         model.set_is_last_backward(factor is factors[-1])
         model(factor).backward()
     assert torch.equal(model.second.grad.to_local(), torch.zeros(3))
+
+
+class Heads(nn.Module):
+    """Each tensor-parallel rank has the norm of one head, of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.norm, self.last = nn.LayerNorm(4), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(1, (-1, 4))
+        return self.last(self.down(self.norm(heads).flatten(1)))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_tensor_parallel_copies_of_a_plain_parameter_are_compared(is_planned: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = Heads()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if is_planned:
+        plan["norm"] = SequenceParallel(sequence_dim=1)
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.check_replicas()
+    torch.manual_seed(mesh["dp"].get_local_rank())
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    if is_planned:
+        model.check_replicas()
+        return
+    with pytest.raises(RankMismatchError, match=r"'norm.weight' is not the same on rank . and on"):
+        model.check_replicas()

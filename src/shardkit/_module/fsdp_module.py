@@ -351,13 +351,16 @@ class FSDPModule(_Base):
     def check_replicas(self) -> None:
         """Compare the replicas of a hybrid mesh: all elements of all parameters, bit by bit.
 
-        Replicas stay equal if all ranks do the same. Call it on all ranks, from time to time. It
-        does nothing if nothing is replicated.
+        Replicas stay equal if all ranks do the same. If some parameters are DTensors, this also
+        compares what the ranks of their meshes hold of the others, such as norms: nothing sums
+        the gradients of plain parameters over these ranks. Call it on all ranks, from time to time.
+        It does nothing if nothing is replicated.
 
         Raises:
             RankMismatchError: Replicas differ. All ranks raise, and name the first such parameter.
 
-        Cost: it reads the shards; one all-reduce of 16 bytes per parameter, one exchange per group.
+        Cost: it reads the shards; one all-reduce of 16 bytes per parameter, one exchange per group;
+        two exchanges for each axis of DTensors.
         """
         check_same_replicas([*groups_in(self, recurse=True)])
 
