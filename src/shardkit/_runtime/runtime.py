@@ -574,7 +574,8 @@ class Runtime:
                 self.reductions.order.withdraw(group.index)
             keep_own_writes(group, self.streams)
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
-            group.show(unsharded=False)
+            if not self.schedule.in_forward(group.index):
+                group.show(unsharded=False)
             self.gathers.carry_out(actions)
         if is_root:
             self.passes.abandon()
