@@ -364,3 +364,26 @@ def test_a_layer_may_catch_what_a_call_of_itself_raises() -> None:
         x = torch.randn(4, 7, dtype=torch.bfloat16)
         torch.testing.assert_close(model(x), plain(x))
         model(x).sum().backward()
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_a_backward_may_follow_one_that_raised(reshard_after_forward: bool) -> None:
+    """At once: nobody asked for the parameters, and no forward has run in between."""
+    plain = Fragile()
+    model = shard(FRAGILE, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    parameters = list(model.parameters())
+    x, _ = my_batch(FRAGILE, 0)
+    for _ in range(2):
+        first, second = model(x), model(x)
+        fuse.armed, fuse.exception = "backward of a layer", "memory"
+        with pytest.raises(RuntimeError, match="allocate"):
+            first.sum().backward()
+        fuse.armed = None
+        for param in parameters:  # The backward that raised may have set some.
+            param.grad = None
+        second.square().mean().backward()
+        expected = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()))
+        for param, grad in zip(parameters, expected, strict=True):
+            dist.all_reduce(grad)
+            torch.testing.assert_close(param.grad.full_tensor(), grad / 2)  # type: ignore[union-attr]

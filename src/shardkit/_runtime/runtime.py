@@ -27,7 +27,7 @@ from shardkit._runtime.agreement import (
     compared_meshes,
     is_on_part,
 )
-from shardkit._runtime.backward import Backward
+from shardkit._runtime.backward import Backward, note_freed_memory
 from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.group import refuse_summoned
 from shardkit._runtime.passes import Passes, TracedPasses
@@ -175,6 +175,18 @@ def apply_debug(
 
 # --- the runtime ----------------------------------------------------------------------------------
 
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def note_failed_backward(error: BaseException) -> None:
+    """Note an exception that ended a run of the engine: another backward may come at once."""
+    note_freed_memory(error)
+    if torch_autograd.in_backward():
+        return  # The run around it goes on if its code catches the exception.
+    for runtime in [*_runtimes]:
+        if runtime.backward.is_running and not runtime.is_of_other_thread:
+            runtime.backward.recover = runtime.reset
+
 
 class Runtime:
     """State that the groups of one root share.
@@ -255,6 +267,7 @@ class Runtime:
         self._memory_axes: list[AxisComm] = []
         self._noted_versions: list[tuple[int, ...]] = [() for _ in self.groups]
         self._warned: set[int] = set()
+        _runtimes.add(self)
         self.update_options()
 
     def __del__(self) -> None:
