@@ -25,7 +25,7 @@ from reference import (
     my_batch,
     shard,
 )
-from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard
+from shardkit import MixedPrecisionPolicy, ShardedTensor, StateError, fully_shard
 from shardkit.backends.direct_reads import DirectExchange
 from workers import on_ranks, spawn_each
 
@@ -387,3 +387,16 @@ def test_a_backward_may_follow_one_that_raised(reshard_after_forward: bool) -> N
         for param, grad in zip(parameters, expected, strict=True):
             dist.all_reduce(grad)
             torch.testing.assert_close(param.grad.full_tensor(), grad / 2)  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_parameters_are_sharded_after_a_root_was_refused_at_the_end_of_its_forward() -> None:
+    class Freezing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.requires_grad_(False)
+            return super().forward(x)
+
+    model = fully_shard(Freezing(4, 4), make_mesh((2,)))
+    with pytest.raises(StateError, match="requires_grad of 'weight' was changed"):
+        model(torch.ones(2, 4))
+    assert all(isinstance(param, ShardedTensor) for param in model.parameters())

@@ -591,10 +591,14 @@ class Runtime:
                 group.show(unsharded=False)
             self.gathers.carry_out(actions)
         if is_root:
-            self.passes.abandon()
-            # Do not reset at once: a wait for collectives would delay the exception.
-            self.pass_root = None
-            self._interrupted = True
+            self.abandon_pass()
+
+    def abandon_pass(self) -> None:
+        """End a root's forward that raised; the next one cleans up, or who asks for parameters."""
+        self.passes.abandon()
+        # Do not reset at once: a wait for collectives would delay the exception.
+        self.pass_root = None
+        self._interrupted = True
 
     @property
     def is_of_other_thread(self) -> bool:
