@@ -32,7 +32,7 @@ from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.group import refuse_summoned
 from shardkit._runtime.passes import Passes, TracedPasses
 from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
-from shardkit._schedule import UnshardSchedule
+from shardkit._schedule import Memory, UnshardSchedule
 from shardkit._text import listed
 from shardkit._tree import iter_tensors
 from shardkit.backends.base import Done, InGraph
@@ -620,6 +620,9 @@ class Runtime:
     def enter_recompute(self, group: ParamGroup) -> ForwardRecord | None:
         """Enter a forward that activation checkpointing runs again."""
         self.backward.begin_backward()
+        state = self.schedule.states[group.index]
+        if state.memory is Memory.LIVE and not state.in_backward and group.is_stale:
+            self.gathers.refresh(group)  # No pass has begun that would have seen the change.
         self.gathers.carry_out(self.schedule.enter_recompute(group.index))
         group.show(unsharded=True)
         if _events.observer is not None:
