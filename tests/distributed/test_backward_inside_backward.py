@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from reference import full_grads
 from shardkit import fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -117,3 +118,28 @@ def test_tiles_of_a_batch(spawn: Spawn, width: int, layers: bool, sums: bool) ->
 def test_tiles_of_a_batch_on_one_rank(spawn: Spawn) -> None:
     [found] = spawn(tiles_beside_plain, 1, 6, True, True, 2)
     assert found < 1e-12
+
+
+@on_ranks(2)
+def test_a_model_that_a_hook_calls_has_its_present_values() -> None:
+    """Those of its last evaluation are still unsharded, because it is a root."""
+    student = fully_shard(nn.Linear(6, 6))
+    teacher = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    plain = copy.deepcopy(teacher)
+    for module in (teacher[0], teacher):
+        fully_shard(module)
+    x, found = torch.randn(4, 6), []
+
+    @torch.no_grad()
+    def note(_: Tensor) -> None:
+        found.append(teacher(x))
+
+    for factor in (2, 3):
+        with torch.no_grad():
+            teacher(x)
+            for param in (*teacher.parameters(), *plain.parameters()):
+                param.mul_(factor)
+        out = student(x)
+        out.register_hook(note)
+        out.sum().backward()
+        torch.testing.assert_close(found.pop(), plain(x))

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from reference import make_mesh
-from shardkit import fully_shard
+from shardkit import StateError, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -79,3 +80,23 @@ def test_they_count_as_if_autograd_had_brought_them(
     num_backwards: int,
 ) -> None:
     spawn(compare, world_size, has_scale, has_layers, num_backwards)
+
+
+@on_ranks(2)
+def test_the_gradient_of_another_parameter_is_not_added_to() -> None:
+    """It is a piece of other elements. A copy that is cut anew is one's own."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))).double()
+    plain = copy.deepcopy(model)
+    fully_shard(model, mesh=make_mesh((2,)))
+    x = torch.ones(4, 8, dtype=torch.float64)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+        first, second = each.parameters()
+        first.grad = torch.zeros_like(first).copy_(second.grad)  # type: ignore[arg-type]
+        each(x).square().sum().backward()
+    for own, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), whole.grad)  # type: ignore[union-attr]
+    first, second = model.parameters()
+    first.grad = second.grad
+    with pytest.raises(StateError, match=r"on '0\.weight' is cut as '1\.weight'"):
+        model(x).square().sum().backward()

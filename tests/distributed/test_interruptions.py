@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import typing
 from unittest import mock
@@ -24,7 +25,7 @@ from reference import (
     my_batch,
     shard,
 )
-from shardkit import ShardedTensor, fully_shard
+from shardkit import MixedPrecisionPolicy, ShardedTensor, StateError, fully_shard
 from shardkit.backends.direct_reads import DirectExchange
 from workers import on_ranks, spawn_each
 
@@ -331,3 +332,71 @@ def test_dropped_gradients_of_earlier_backwards_are_told() -> None:
         model(x).sum().backward()
     interrupt(is_last=True)
     model(x).sum().backward()
+
+
+class Twice(nn.Module):
+    """A layer that tries itself on other input first, which raises, and uses its weight then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.is_inner = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_inner:
+            raise ValueError
+        self.is_inner = True
+        with contextlib.suppress(ValueError):
+            self(x)
+        self.is_inner = False
+        return x @ self.linear.weight.t()
+
+
+@on_ranks(2)
+def test_a_layer_may_catch_what_a_call_of_itself_raises() -> None:
+    """Its parameters stay unsharded, in the policy's dtype."""
+    model = nn.Sequential(Twice(), nn.Linear(7, 5, bias=False)).double()
+    plain = copy.deepcopy(model).bfloat16()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (*model, model):
+        fully_shard(module, make_mesh((2,)), policy)
+    for _ in range(2):
+        x = torch.randn(4, 7, dtype=torch.bfloat16)
+        torch.testing.assert_close(model(x), plain(x))
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_a_backward_may_follow_one_that_raised(reshard_after_forward: bool) -> None:
+    """At once: nobody asked for the parameters, and no forward has run in between."""
+    plain = Fragile()
+    model = shard(FRAGILE, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    parameters = list(model.parameters())
+    x, _ = my_batch(FRAGILE, 0)
+    for _ in range(2):
+        first, second = model(x), model(x)
+        fuse.armed, fuse.exception = "backward of a layer", "memory"
+        with pytest.raises(RuntimeError, match="allocate"):
+            first.sum().backward()
+        fuse.armed = None
+        for param in parameters:  # The backward that raised may have set some.
+            param.grad = None
+        second.square().mean().backward()
+        expected = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()))
+        for param, grad in zip(parameters, expected, strict=True):
+            dist.all_reduce(grad)
+            torch.testing.assert_close(param.grad.full_tensor(), grad / 2)  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_parameters_are_sharded_after_a_root_was_refused_at_the_end_of_its_forward() -> None:
+    class Freezing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.requires_grad_(False)
+            return super().forward(x)
+
+    model = fully_shard(Freezing(4, 4), make_mesh((2,)))
+    with pytest.raises(StateError, match="requires_grad of 'weight' was changed"):
+        model(torch.ones(2, 4))
+    assert all(isinstance(param, ShardedTensor) for param in model.parameters())

@@ -30,13 +30,13 @@ _COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 def wrap_engine(
     chosen: Callable[..., Any],
     compiled: Callable[[Any], None],
-    failed: Callable[[RuntimeError], None],
+    failed: Callable[[BaseException], None],
 ) -> None:
     """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
 
     It gets the engine's function and its arguments. A backward for all tensors bypasses it.
     `compiled` is called with the outputs before a backward that torch compiles, and `failed` with
-    an error of the engine, before it is raised.
+    what ends a run of the engine, before it is raised.
 
     If a compiled function calls backward, torch.compile would compile the hooks that the engine
     calls, too: it is kept out of them.
@@ -53,7 +53,7 @@ def wrap_engine(
             if len(args) <= position or not args[position]:
                 return original(outputs, *args, **kwargs)
             return chosen(original, outputs, *args, **kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
             failed(error)
             raise
 

@@ -20,8 +20,9 @@ from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
 from shardkit._module.placements import SpmdMesh, data_parallel_mesh, mark_parts, place_params
 from shardkit._params.memory import give_back
-from shardkit._runtime.backward import note_freed_memory, refuse_compiled, run_backward
+from shardkit._runtime.backward import refuse_compiled, run_backward
 from shardkit._runtime.group import ParamGroup, exchange_buffer, move_buffers
+from shardkit._runtime.runtime import note_failed_backward
 from shardkit._settings import (
     CPUOffloadPolicy,
     GroupSettings,
@@ -266,7 +267,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         mark_parts(inside if group is None else [*inside, group], shard_mesh)
     note_ignored(ignored)
     watch_optimizers()
-    torch_autograd.wrap_engine(run_backward, refuse_compiled, note_freed_memory)
+    torch_autograd.wrap_engine(run_backward, refuse_compiled, note_failed_backward)
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:

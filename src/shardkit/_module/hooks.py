@@ -6,7 +6,6 @@ object and hold no state of their own.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import sys
@@ -28,7 +27,7 @@ from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors, put_back
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shardkit._module.on_meta import Emptied, NotedConversion
     from shardkit._runtime.events import ForwardRecord
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("shardkit")
 _MIB = 2**20
 _num_installed = 0
-_NOTHING = contextlib.nullcontext()
 _NEAR = 12
 """Frames in which `functional_call` calls a root or a model around it."""
 
@@ -374,11 +372,15 @@ class ModuleState:
         It is also called when an exception ends the forward.
         """
         if not self._open:
-            self._abandon_trace()  # An exception ended `pre_forward`.
+            self._abandon()  # An exception ended `pre_forward`.
             return output
         forward = self._open.pop()
         try:
             return self._leave(module, output, forward)
+        except BaseException:
+            if forward.is_root:
+                self._abandon()  # This hook is not called again.
+            raise
         finally:
             put_back(forward.undo)
 
@@ -404,8 +406,7 @@ class ModuleState:
                 if views := [t for t in tensors if t._is_view()]:  # noqa: SLF001 - documented
                     group.note_views(views)
                 leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward
-                with self._abandoning_trace() if forward.is_root else _NOTHING:
-                    leave(group, record, outputs, module)
+                leave(group, record, outputs, module)
             if forward.is_root:
                 is_functional = torch_modules.in_functional_call(_NEAR)
                 runtime.end_pass(needs_backward=bool(outputs), is_functional=is_functional)
@@ -414,18 +415,13 @@ class ModuleState:
             output = map_tensors(_cast_to(self.policy.output_dtype), output)
         return output
 
-    @contextlib.contextmanager
-    def _abandoning_trace(self) -> Iterator[None]:
-        """Close the pass after an error in this hook, which is not called again."""
-        try:
-            yield
-        except BaseException:
-            self._abandon_trace()
-            raise
-
-    def _abandon_trace(self) -> None:
-        if self.runtime is not None:
-            self.runtime.passes.abandon()
+    def _abandon(self) -> None:
+        """Close the trace, and if this is the root its pass, after an error in a hook."""
+        runtime = self.runtime
+        if runtime is not None and runtime.pass_root is self:
+            runtime.abandon_pass()
+        elif runtime is not None:
+            runtime.passes.abandon()
 
     def run_method(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._compat import torch_autograd
+from shardkit._errors import StateError
 from shardkit._schedule import BATCH_NBYTES
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
@@ -55,11 +56,21 @@ def assign_grad(
 
     `flat` has the gradients of the whole shard, and `piece`, 1-D, is a view of it; None: `piece` is
     no view.
+
+    Raises:
+        StateError: The ``.grad`` that is there is cut as another parameter's.
     """
     grad = param.grad
     if grad is None:
         param.grad = ShardedTensor.__new__(ShardedTensor, piece, spec, flat)  # Once per gradient.
     elif isinstance(grad, ShardedTensor):
+        if grad.spec is not spec and not grad.spec.same_cut(spec):
+            msg = (
+                f"the gradient that was set on {spec.name!r} is cut as {grad.spec.name!r}, so a "
+                f"backward cannot add to it. Copy it, on all ranks: "
+                f"param.grad = torch.zeros_like(param).copy_(other.grad)."
+            )
+            raise StateError(msg)
         grad.to_local().add_(piece)
     else:  # The user has set a whole tensor.
         param.grad = ShardedTensor(spec.slice_full(grad.detach()) + piece, spec)
@@ -325,7 +336,10 @@ def _flat_of_grads(bucket: Bucket) -> Tensor | None:
     """Return the tensor of which all gradients of a bucket are views, laid out like its shard."""
     grads: list[Any] = [entry.param.grad for entry in bucket.entries]
     flat = common_flat(grads)
-    if flat is None or any(grad.flat_start for grad in grads):
+    specs = bucket.store.specs
+    if flat is None or any(
+        grad.flat_start or grad.spec is not spec for grad, spec in zip(grads, specs, strict=True)
+    ):
         return None
     has_room = (
         flat.numel() == bucket.store.layout.shard_numel and flat.dtype == bucket.plan.grad_dtype

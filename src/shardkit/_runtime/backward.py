@@ -152,6 +152,8 @@ class Backward:
     Attributes:
         is_running: Whether a backward has begun whose end was not reported yet.
         finite_notes: Notes of which gradients of this rank were finite, if users want them.
+        recover: Function that cleans up after a backward that an exception has ended; None: none
+            has, or that is done.
     """
 
     _groups: Sequence[ParamGroup]
@@ -161,6 +163,7 @@ class Backward:
     _passes: Passes
     is_running: bool = False
     finite_notes: FiniteNotes = field(default_factory=FiniteNotes)
+    recover: Callable[[], None] | None = None
     _any_fired: bool = False
     _makes_graph: bool = False
     _number: int = 0
@@ -171,6 +174,8 @@ class Backward:
 
     def begin_backward(self) -> None:
         """Handle the first event of a backward: fix the order, and ask for a call at the end."""
+        if self.recover is not None:
+            self.recover()
         if self.is_running:
             return
         self.is_running = True
@@ -335,7 +340,7 @@ class Backward:
 
     def on_grads(self, group: ParamGroup, grads: Sequence[UnshardedGrad]) -> None:
         """Handle the arrival of unsharded gradients."""
-        if not self.is_running:
+        if not self.is_running or self.recover is not None:
             self.begin_backward()
         self._any_fired = True
         state = self._schedule.states[group.index]
@@ -460,6 +465,7 @@ class Backward:
 
     def reset(self) -> None:
         """Drop a backward after an exception."""
+        self.recover = None
         for group in self._groups:
             group.grad_hooks.discard()
             group.forwards.clear()
@@ -554,7 +560,7 @@ def refuse_compiled(outputs: Iterable[Any]) -> None:
             raise StateError(msg)
 
 
-def note_freed_memory(error: RuntimeError) -> None:
+def note_freed_memory(error: BaseException) -> None:
     """Add a note to an error of the engine that has found no memory behind a tensor."""
     if "out of bounds for storage of size 0" in str(error):
         error.add_note(

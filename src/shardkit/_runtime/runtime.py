@@ -27,12 +27,12 @@ from shardkit._runtime.agreement import (
     compared_meshes,
     is_on_part,
 )
-from shardkit._runtime.backward import Backward
+from shardkit._runtime.backward import Backward, note_freed_memory
 from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.group import refuse_summoned
 from shardkit._runtime.passes import Passes, TracedPasses
 from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
-from shardkit._schedule import UnshardSchedule
+from shardkit._schedule import Memory, UnshardSchedule
 from shardkit._text import listed
 from shardkit._tree import iter_tensors
 from shardkit.backends.base import Done, InGraph
@@ -175,6 +175,18 @@ def apply_debug(
 
 # --- the runtime ----------------------------------------------------------------------------------
 
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def note_failed_backward(error: BaseException) -> None:
+    """Note an exception that ended a run of the engine: another backward may come at once."""
+    note_freed_memory(error)
+    if torch_autograd.in_backward():
+        return  # The run around it goes on if its code catches the exception.
+    for runtime in [*_runtimes]:
+        if runtime.backward.is_running and not runtime.is_of_other_thread:
+            runtime.backward.recover = runtime.reset
+
 
 class Runtime:
     """State that the groups of one root share.
@@ -255,6 +267,7 @@ class Runtime:
         self._memory_axes: list[AxisComm] = []
         self._noted_versions: list[tuple[int, ...]] = [() for _ in self.groups]
         self._warned: set[int] = set()
+        _runtimes.add(self)
         self.update_options()
 
     def __del__(self) -> None:
@@ -574,13 +587,18 @@ class Runtime:
                 self.reductions.order.withdraw(group.index)
             keep_own_writes(group, self.streams)
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
-            group.show(unsharded=False)
+            if not self.schedule.in_forward(group.index):
+                group.show(unsharded=False)
             self.gathers.carry_out(actions)
         if is_root:
-            self.passes.abandon()
-            # Do not reset at once: a wait for collectives would delay the exception.
-            self.pass_root = None
-            self._interrupted = True
+            self.abandon_pass()
+
+    def abandon_pass(self) -> None:
+        """End a root's forward that raised; the next one cleans up, or who asks for parameters."""
+        self.passes.abandon()
+        # Do not reset at once: a wait for collectives would delay the exception.
+        self.pass_root = None
+        self._interrupted = True
 
     @property
     def is_of_other_thread(self) -> bool:
@@ -602,6 +620,9 @@ class Runtime:
     def enter_recompute(self, group: ParamGroup) -> ForwardRecord | None:
         """Enter a forward that activation checkpointing runs again."""
         self.backward.begin_backward()
+        state = self.schedule.states[group.index]
+        if state.memory is Memory.LIVE and not state.in_backward and group.is_stale:
+            self.gathers.refresh(group)  # No pass has begun that would have seen the change.
         self.gathers.carry_out(self.schedule.enter_recompute(group.index))
         group.show(unsharded=True)
         if _events.observer is not None:
