@@ -99,7 +99,7 @@ def load(
             reading, the model and optimizers may hold a part of the checkpoint. If an object among
             the extras refuses its state, they hold all of it.
 
-    Cost: four all-gathers of a few bytes, six with optimizers. Memory beside the state: one saved
+    Cost: five all-gathers of a few bytes, seven with optimizers. Memory beside the state: one saved
     chunk, where a chunk must be cut or converted.
     """
     background.wait()
@@ -107,7 +107,8 @@ def load(
     what = f"{quote(target)} was not loaded"
     rank = rank_of(process_group)
     with Meter(progress, f"loading {target.name}", rank=rank) as meter:
-        if is_full(target):
+        kind = agreed(process_group, quote(target), lambda: _kind_of(target), str, _NOT_SHARED)
+        if kind == _FULL:
             _check_arguments(model, optimizer, extra)
             if model is None or optimizer is not None or extra:
                 msg = f"{what}: it holds a model only. Pass a model, no optimizer and no extras."
@@ -146,6 +147,13 @@ def load(
                 found = error.__cause__
         assert found is not None
         raise found
+
+
+_FULL = "whole tensors"
+_NOT_SHARED = (
+    "the ranks do not find the same. Give all of them a path that they all see, or have the first "
+    "rank send whole tensors by load_full(path, model, broadcast_from_rank0=True)"
+)
 
 
 def _report(misfits: Misfits, *, strict: bool) -> str | None:
@@ -205,6 +213,11 @@ def is_full(path: Path) -> bool:
         and not (path / METADATA_FILE).exists()
         and any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.index.json"))
     )
+
+
+def _kind_of(path: Path) -> str:
+    """Return what is at a path, in words."""
+    return _FULL if is_full(path) else "no file of whole tensors"
 
 
 def _look(path: Path) -> None:
