@@ -123,6 +123,26 @@ def test_all_ranks_hear_why_one_could_not_load(
         assert "are not what was written" in error.message
 
 
+def load_from_own_folder(folder: str) -> None:
+    model, _ = make_sharded(CASES["mlp"], (2,))
+    own = pathlib.Path(folder, f"host{dist.get_rank()}")
+    own.mkdir()
+    if dist.get_rank() == 0:
+        torch.save(CASES["mlp"].make().state_dict(), own / "model.pt")
+    checkpoint.load(own / "model.pt", model)
+
+
+def test_whole_tensors_that_one_rank_does_not_see(
+    spawn_errors: Spawn, tmp_path: pathlib.Path
+) -> None:
+    """As on hosts with disks of their own."""
+    for error in spawn_errors(load_from_own_folder, 2, str(tmp_path)):
+        assert error.type_name == "CheckpointError"
+        assert "the ranks do not find the same" in error.message
+        assert "model.pt' (whole tensors)" in error.message
+        assert "model.pt' (no file of whole tensors)" in error.message
+
+
 # --- what does not fit ----------------------------------------------------------------------------
 
 

@@ -44,9 +44,11 @@ from shardkit.checkpoint._state.names import (
     EXTRA_STATE,
     as_optimizers,
     device_of,
+    give_memory,
     memory_of,
     names_of_parameters,
     split_at_name,
+    state_of,
 )
 from shardkit.checkpoint._state.sources import Misfits, described
 
@@ -99,7 +101,7 @@ def load(
             reading, the model and optimizers may hold a part of the checkpoint. If an object among
             the extras refuses its state, they hold all of it.
 
-    Cost: four all-gathers of a few bytes, six with optimizers. Memory beside the state: one saved
+    Cost: five all-gathers of a few bytes, seven with optimizers. Memory beside the state: one saved
     chunk, where a chunk must be cut or converted.
     """
     background.wait()
@@ -107,7 +109,8 @@ def load(
     what = f"{quote(target)} was not loaded"
     rank = rank_of(process_group)
     with Meter(progress, f"loading {target.name}", rank=rank) as meter:
-        if is_full(target):
+        kind = agreed(process_group, quote(target), lambda: _kind_of(target), str, _NOT_SHARED)
+        if kind == _FULL:
             _check_arguments(model, optimizer, extra)
             if model is None or optimizer is not None or extra:
                 msg = f"{what}: it holds a model only. Pass a model, no optimizer and no extras."
@@ -146,6 +149,13 @@ def load(
                 found = error.__cause__
         assert found is not None
         raise found
+
+
+_FULL = "whole tensors"
+_NOT_SHARED = (
+    "the ranks do not find the same. Give all of them a path that they all see, or have the first "
+    "rank send whole tensors by load_full(path, model, broadcast_from_rank0=True)"
+)
 
 
 def _report(misfits: Misfits, *, strict: bool) -> str | None:
@@ -205,6 +215,11 @@ def is_full(path: Path) -> bool:
         and not (path / METADATA_FILE).exists()
         and any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.index.json"))
     )
+
+
+def _kind_of(path: Path) -> str:
+    """Return what is at a path, in words."""
+    return _FULL if is_full(path) else "no file of whole tensors"
 
 
 def _look(path: Path) -> None:
@@ -294,6 +309,7 @@ class ModelPart:
         self.model = model
         state = get_model_state_dict(model)
         self._in_place: set[str] = set()
+        self._on_meta: dict[str, Tensor] = {}  # Plain tensors of the model without memory.
         self._nested: dict[str, dict[str, Keys]] = {}
         infos = source.entries
         prefix = model_prefix(infos, state)
@@ -301,6 +317,7 @@ class ModelPart:
         self.targets: dict[str, Any] = {}  # Tensors to fill, by entry.
         device = device_of(state.values())
         storages = {_storage_of(tensor) for tensor in _tensors_of(model)}
+        on_meta = _plain_on_meta(model)
         for name, value in state.items():
             entry = self.entries[name]
             if name.rpartition(".")[2] == EXTRA_STATE and self._find_extra_state(source, name):
@@ -315,6 +332,8 @@ class ModelPart:
                 # `load_state_dict`.
                 if target is value and value is not None and _storage_of(value) in storages:
                     self._in_place.add(name)
+                elif name in on_meta:
+                    self._on_meta[name] = on_meta[name]
                 self.targets[entry] = target
         own = set(self.entries.values()).union(*self._nested.values())
         of_others = entries_of_other_stages(source.stages, own)
@@ -344,15 +363,24 @@ class ModelPart:
 
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Give the model the entries that could not be read in place, and have its hooks called."""
+        for name, tensor in self._on_meta.items():
+            give_memory(tensor, loaded[self.entries[name]])
         state = {
             name: loaded[entry]
             for name, entry in self.entries.items()
-            if entry in self.targets and name not in self._in_place
+            if entry in self.targets and name not in self._in_place | self._on_meta.keys()
         }
         for name, found in self._nested.items():
             if found:
                 state[name] = nested({path: loaded[one] for one, path in found.items()})
         set_model_state_dict(self.model, state, options=_NOT_STRICT)
+
+
+def _plain_on_meta(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's plain tensors that have no memory, by their names in its state."""
+    tensors = {tensor for tensor in _tensors_of(model) if is_plain(tensor) and tensor.is_meta}
+    state = state_of(model) if tensors else {}
+    return {name: v for name, v in state.items() if isinstance(v, Tensor) and v in tensors}
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:

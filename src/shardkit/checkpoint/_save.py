@@ -322,6 +322,7 @@ class SaveHandle:
         self._is_asked = False
         self._is_given_up = False
         self._rank = rank_of(group)
+        self._ended = threading.Event()
         # A daemon thread: the end of the process waits for it through `end`, which has a limit.
         self._thread = threading.Thread(
             target=self._write, args=(job, state, group), name="shardkit-save", daemon=True
@@ -345,6 +346,7 @@ class SaveHandle:
                 # collective would never run a Python handler. So SIGTERM ends the process at once,
                 # as before.
                 ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), None)
+            self._ended.set()
 
     def _catch_sigterm(self) -> None:
         """Let SIGTERM wait for this save, unless the user has set a handler."""
@@ -362,7 +364,12 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether the save has ended: its checkpoint is complete, or it failed."""
-        return not self._thread.is_alive()
+        return self._ended.is_set() or not self._thread.is_alive()  # A fork has no such thread.
+
+    def _ends_within(self, limit_s: float | None) -> bool:
+        """Wait until the save has ended, at most `limit_s` seconds; return whether it has."""
+        # Not `join`: if ctrl-C interrupts that, Python before 3.13 takes the thread for ended.
+        return self.done() or self._ended.wait(limit_s)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the save has ended, at most `timeout` seconds.
@@ -370,8 +377,7 @@ class SaveHandle:
         Raises:
             TimeoutError: The save has not ended.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._ends_within(timeout):
             msg = f"{quote(self._path)} is not complete after {timeout} s."
             raise TimeoutError(msg)
 
@@ -403,13 +409,12 @@ class SaveHandle:
             return
         silent_s = min(_SILENT_S, limit_s / 2)
         try:
-            self._thread.join(silent_s)
-            if self._thread.is_alive() and self._rank == 0:
+            if not self._ends_within(silent_s) and self._rank == 0:
                 where = quote(self._path)
                 _logger.warning("%s waits at most %.0f s for %s.", what, limit_s, where)
-            self._thread.join(limit_s - silent_s)
+            self._ends_within(limit_s - silent_s)
         finally:  # Also after a ctrl-C.
-            if self._thread.is_alive():
+            if not self.done():
                 self._is_given_up = True
                 _logger.error(
                     "rank %d: %s is not complete after %.0f s, and is given up. Ask for the "
@@ -470,8 +475,9 @@ class Background:
 
     def last_error(self) -> BaseException | None:
         """Wait for the save under way; return its error if nobody has asked for its result."""
-        last, self._last = self._last, None
-        return None if last is None else last.unheard_error()
+        error = None if self._last is None else self._last.unheard_error()
+        self._last = None  # Only now: if the wait is interrupted, the save is still under way.
+        return error
 
     def group_like(self, group: Any) -> Any:
         """Return a gloo group of the ranks of `group`; the first call is collective.

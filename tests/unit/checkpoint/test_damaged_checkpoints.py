@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import pathlib
 import pickle
 import resource
 import typing
@@ -25,7 +26,6 @@ from shardkit.checkpoint._dcp import directory, manifest, metadata, writer
 from shardkit.checkpoint._files import disk
 
 if typing.TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable
 
 
@@ -126,6 +126,24 @@ def test_a_note_that_cannot_be_written_is_not_promised(
     with pytest.raises(CheckpointError, match="load another one") as caught:
         load(saved)
     assert "latest()" not in str(caught.value)
+
+
+def test_an_error_of_the_disk_is_no_damage(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may pass, as on a network; a note would stay."""
+    real = pathlib.Path.stat
+
+    def fail(path: pathlib.Path, **options: typing.Any) -> os.stat_result:
+        if path.suffix == ".distcp":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "stat", fail)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            load(saved)
+    assert checkpoint.latest(saved.parent) == saved
 
 
 def test_a_note_of_damage_that_is_gone(saved: pathlib.Path) -> None:

@@ -228,8 +228,8 @@ def _own_folder(*, make: bool = False) -> Path | None:
 
     In a place where all users write, others may make folders and links of this name.
     """
-    path = folder()
     try:
+        path = folder()  # Raises where no folder for temporary files can be written to.
         if make:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)

@@ -152,12 +152,17 @@ def fill_memory(target: Tensor, device: torch.device, fill: Callable[[Tensor], o
     elif target.is_meta:
         new = torch.empty(target.shape, dtype=target.dtype, device=device)
         fill(new)
-        if isinstance(target, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=target.requires_grad)
-        torch.utils.swap_tensors(target, new)
+        give_memory(target, new)
     else:
         # Writes to what is detached from a sparse tensor do not reach the tensor.
         fill(target.detach() if target.layout is torch.strided else target)
+
+
+def give_memory(target: Tensor, memory: Tensor) -> None:
+    """Give a plain tensor of the model, which stays the same object, the memory of another one."""
+    if isinstance(target, nn.Parameter):
+        memory = nn.Parameter(memory, requires_grad=target.requires_grad)
+    torch.utils.swap_tensors(target, memory)
 
 
 def set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:

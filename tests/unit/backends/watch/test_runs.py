@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 import typing
 
 import pytest
@@ -158,3 +159,18 @@ def test_no_name_of_the_user_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     assert runs.folder().name == "shardkit-54321"
+
+
+def test_a_host_without_a_folder_for_temporary_files_has_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container whose file system is read-only."""
+
+    def fail() -> typing.NoReturn:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    assert runs.register(run("mine")) is None
+    assert runs.running() == []
+    runs.keep_diagnosis("mine", "text", [], of_all_ranks=True)
