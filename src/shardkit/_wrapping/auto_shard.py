@@ -25,13 +25,7 @@ from shardkit._wrapping.plan import (
     mesh_of_shape,
     units_in_order,
 )
-from shardkit._wrapping.policies import (
-    ModuleTree,
-    choose,
-    choose_by_name,
-    size_policy,
-    word_of,
-)
+from shardkit._wrapping.policies import ModuleTree, choose, choose_by_name, size_policy, word_of
 from shardkit._wrapping.strategies import Strategy
 from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.backends import as_device_mesh, init_device_mesh

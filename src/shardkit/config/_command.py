@@ -78,11 +78,7 @@ class Terminal:
 
 
 def default_fields(
-    *,
-    num_processes: int,
-    use_cpu: bool,
-    mixed_precision: str = "no",
-    layers: str | None = None,
+    *, num_processes: int, use_cpu: bool, mixed_precision: str = "no", layers: str | None = None
 ) -> dict[str, Any]:
     """Return a config for this machine that suits every model: version 2, full sharding.
 

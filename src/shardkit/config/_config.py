@@ -567,10 +567,7 @@ class Config:
         return cast("FSDPModule", model)
 
     def save(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
+        self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
     ) -> None:
         """Save training state into a directory, by `fsdp_state_dict_type`. Call it on all ranks.
 
@@ -616,10 +613,7 @@ class Config:
         _on_all("complete", folder, lambda: _name_all(mine))
 
     def load(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
+        self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
     ) -> None:
         """Load the state that `save` wrote, in place. Call it on all ranks.
 

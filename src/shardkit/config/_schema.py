@@ -208,13 +208,9 @@ TOP = {
         "noted",
         "It checks collectives of Accelerate. Those of shardkit are compared by set_watch.",
     ),
-    "downcast_bf16": Field(
-        unused("Write mixed_precision: bf16 instead.", "no", "false"),
-    ),
+    "downcast_bf16": Field(unused("Write mixed_precision: bf16 instead.", "no", "false")),
     "fp16": Field(unused("Write mixed_precision: fp16 instead.", "false")),
-    "dynamo_backend": Field(
-        unused("Compile layers yourself, after apply: layer.compile().", "no"),
-    ),
+    "dynamo_backend": Field(unused("Compile layers yourself, after apply: layer.compile().", "no")),
     "dynamo_config": Field(unused("Compile layers yourself, after apply: layer.compile().")),
     "fp8_config": Field(unused("mixed_precision may be no, fp16 or bf16.")),
     "deepspeed_config": Field(unused("Write distributed_type: FSDP and an fsdp_config.")),

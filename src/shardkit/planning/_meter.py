@@ -22,12 +22,7 @@ from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
-from shardkit.planning._kernels import (
-    GROUPED_PRODUCT,
-    flops_of,
-    grouped_product,
-    scratch_on_cuda,
-)
+from shardkit.planning._kernels import GROUPED_PRODUCT, flops_of, grouped_product, scratch_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -308,11 +308,7 @@ def _extent(values: Sequence[float], level: float) -> range:
 
 
 def _group_of(
-    of_group: Mapping[int, _Seconds],
-    rank: int,
-    phase: str,
-    steps: Sequence[int],
-    seconds: float,
+    of_group: Mapping[int, _Seconds], rank: int, phase: str, steps: Sequence[int], seconds: float
 ) -> str:
     """Return the group in which a rank is behind most, if that is at least half of the delay."""
     groups = {group for _, of, group in of_group[rank] if of == phase and group}

@@ -315,9 +315,7 @@ def without_memory(info: TensorInfo) -> Tensor:
 
 
 def torch_writer(
-    path: Path,
-    infos: Mapping[str, TensorInfo],
-    arrange: Callable[[dict[str, Tensor]], Any],
+    path: Path, infos: Mapping[str, TensorInfo], arrange: Callable[[dict[str, Tensor]], Any]
 ) -> TensorWriter:
     """Open a file to write tensor by tensor; `arrange` makes its content of empty tensors.
 
