@@ -150,7 +150,7 @@ class ModuleTree:
 # A policy is called twice for a module: with ``recurse=True``, whether to visit its children, then
 # with ``recurse=False``, whether to wrap it, given the number of parameters that its children left.
 
-MIN_NUM_PARAMS = 100_000_000
+MIN_NUM_PARAMS = 100_000_000  # Accelerate's default, too.
 _NUMBER_NAMES = ("unwrapped_params", "nonwrapped_numel")
 
 
