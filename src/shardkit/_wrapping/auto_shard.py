@@ -247,13 +247,7 @@ def _meshes_of(
 ) -> tuple[DeviceMesh, ExpertMeshes | None]:
     """Return the mesh to shard over, and the meshes of experts; a shape is enough for a plan.
 
-    Args:
-        model: The root.
-        mesh: A mesh or a shape.
-        chosen: The strategy, or None.
-        common: Arguments of all `fully_shard` calls.
-        is_plan: Whether the model is not sharded.
-        axis: Name of the axis over which experts are spread; None: there are no experts.
+    `axis` is the one over which experts are spread; None: there are no experts.
     """
     meshes = None
     if _is_shape(mesh):
