@@ -32,66 +32,39 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class HeldMemory:
-    """A piece of memory.
-
-    Attributes:
-        nbytes: Size in bytes.
-        kind: Kind of its content, such as ``activations``; corrected when more is known.
-        name: Name of the module, parameter or group to which it belongs.
-        born: Position in the run at which it was allocated.
-        died: Position at which it was freed; None: it was not freed.
-        on_host: Whether it is memory of the host, while the device has its own.
-        labels: Names of all parts of its content, in order: a shard holds many parameters.
-        takes_over: Memory whose place it has; None: it was allocated.
-        is_handed_on: Whether other memory took over its place; then nothing was freed.
-    """
+    """A piece of memory."""
 
     nbytes: int
-    kind: str
-    name: str
-    born: int
-    died: int | None = None
-    on_host: bool = False
+    kind: str  # Kind of its content, such as ``activations``; corrected when more is known.
+    name: str  # Name of the module, parameter or group to which it belongs.
+    born: int  # Position in the run at which it was allocated.
+    died: int | None = None  # Position at which it was freed; None: it was not freed.
+    on_host: bool = False  # Whether it is memory of the host, while the device has its own.
+    # Names of all parts of its content, in order: a shard holds many parameters.
     labels: dict[str, None] = field(default_factory=dict)
-    takes_over: HeldMemory | None = None
-    is_handed_on: bool = False
+    takes_over: HeldMemory | None = None  # Memory whose place it has; None: it was allocated.
+    is_handed_on: bool = False  # Whether other memory took over its place; then nothing was freed.
 
 
 @dataclass(frozen=True, slots=True)
 class IssuedCollective:
-    """A collective that was issued.
+    """A collective that was issued."""
 
-    Attributes:
-        op: Name of the collective, such as ``all_gather``.
-        nbytes: Bytes of the whole tensor that is gathered, scattered or reduced.
-        num_ranks: Number of ranks of its process group.
-    """
-
-    op: str
-    nbytes: int
+    op: str  # Name of the collective, such as ``all_gather``.
+    nbytes: int  # Bytes of the whole tensor that is gathered, scattered or reduced.
     num_ranks: int
 
 
 class Operator(NamedTuple):
-    """An operator that computes something; views do not count.
+    """An operator that computes something; views do not count."""
 
-    Attributes:
-        after: Number of starts and ends of events that came before it.
-        kind: Kind of the operator: ``product`` or a kind in `HardwareProfile.memory`.
-        dtype: Name of the dtype of the result.
-        flops: Number of floating-point operations; 0 except for products and attention.
-        nbytes: Bytes of inputs and results.
-        owner: Name of the module, or of the part of the step.
-        is_again: Whether it belongs to a recompute.
-    """
-
-    after: int
-    kind: str
-    dtype: str
-    flops: int
-    nbytes: int
-    owner: str
-    is_again: bool
+    after: int  # Number of starts and ends of events that came before it.
+    kind: str  # Kind of the operator: ``product`` or a kind in `HardwareProfile.memory`.
+    dtype: str  # Name of the dtype of the result.
+    flops: int  # Number of floating-point operations; 0 except for products and attention.
+    nbytes: int  # Bytes of inputs and results.
+    owner: str  # Name of the module, or of the part of the step.
+    is_again: bool  # Whether it belongs to a recompute.
 
 
 _FUNCTION_NAMES = (

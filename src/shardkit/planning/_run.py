@@ -40,33 +40,24 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A model, and how to train it. `dataclasses.replace` makes variants.
+    """A model, and how to train it. `dataclasses.replace` makes variants."""
 
-    Attributes:
-        model: Model that is not sharded; each dry run takes a copy on meta.
-        batch: Inputs of the model on meta, positional or by name: one micro-batch of a rank.
-        mesh: Size of each axis: (shard,) or (replicate, shard).
-        device: Type of the devices: ``cpu``, or an accelerator.
-        rank: Number of the rank.
-        options: Options of `auto_shard`.
-        shard: Function of model and mesh that shards, in place of `auto_shard`.
-        recompute: Options of `checkpoint_activations`; None: nothing is recomputed.
-        optimizer: Function of the parameters that makes the optimizer; None: there is none.
-        loss: Function of the model's output that returns the loss.
-        accumulate: Number of micro-batches in a step.
-    """
-
-    model: nn.Module
+    model: nn.Module  # Model that is not sharded; each dry run takes a copy on meta.
+    # Inputs of the model on meta, positional or by name: one micro-batch of a rank.
     batch: tuple[Any, ...] | dict[str, Any]
-    mesh: tuple[int, ...]
-    device: str = "cuda"
+    mesh: tuple[int, ...]  # Size of each axis: (shard,) or (replicate, shard).
+    device: str = "cuda"  # Type of the devices: ``cpu``, or an accelerator.
     rank: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # Options of `auto_shard`.
+    # Function of model and mesh that shards, in place of `auto_shard`.
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None
+    # Options of `checkpoint_activations`; None: nothing is recomputed.
     recompute: Mapping[str, Any] | None = None
+    # Function of the parameters that makes the optimizer; None: there is none.
     optimizer: MakeOptimizer | None = torch.optim.AdamW
+    # Function of the model's output that returns the loss.
     loss: Callable[[Any], Tensor] | None = None
-    accumulate: int = 1
+    accumulate: int = 1  # Number of micro-batches in a step.
 
     @property
     def on_cpu(self) -> bool:
@@ -76,21 +67,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The records of a dry run.
-
-    Attributes:
-        meter: Records of memory, collectives and events.
-        begin: Position at which the second step began.
-        first_collective: Number of collectives before that position.
-        padding_nbytes: Bytes of this rank's shards that belong to no parameter.
-        num_params: Number of elements of all parameters.
-    """
+    """The records of a dry run."""
 
     meter: MemoryMeter
-    begin: int
-    first_collective: int
-    padding_nbytes: int
-    num_params: int
+    begin: int  # Position at which the second step began.
+    first_collective: int  # Number of collectives before that position.
+    padding_nbytes: int  # Bytes of this rank's shards that belong to no parameter.
+    num_params: int  # Number of elements of all parameters.
 
     @property
     def peak_nbytes(self) -> int:
