@@ -114,6 +114,9 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if not 0 <= rank < size:
         msg = f"rank must be from 0 to {size - 1} on a mesh of {shape}, got {rank}."
         raise ConfigError(msg)
+    if accumulate < 1:
+        msg = f"accumulate must be 1 micro-batch of a step or more, got {accumulate}."
+        raise ConfigError(msg)
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         msg = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function, got {optimizer!r}."
         raise ConfigError(msg)

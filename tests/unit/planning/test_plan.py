@@ -324,6 +324,8 @@ def test_an_error_of_the_model_names_the_batch() -> None:
 def test_arguments_that_fit_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank must be from 0 to 3"):
         planned(rank=4)
+    with pytest.raises(ConfigError, match="accumulate must be 1 micro-batch of a step or more"):
+        planned(accumulate=0)
     with pytest.raises(ConfigError, match="optimizer must be one of adamw, adam, sgd, none"):
         planned(optimizer="lion")
     with pytest.raises(ConfigError, match="shard takes the place of policy"):
