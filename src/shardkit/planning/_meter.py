@@ -78,10 +78,8 @@ _FUNCTIONS = frozenset(
 )
 """Operators with much computation for each element."""
 
-
 _MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "resize_"})
 """Operators that allocate memory and write nothing."""
-
 
 _WRITTEN_IN_PLACE = frozenset({"add", "scatter_add", "scatter", "index_put", "put"})
 """Operators for which formulas of backward write into their first input unless a mode is on."""
@@ -257,16 +255,11 @@ class MemoryMeter(TorchDispatchMode):
         if self._summed is not None:
             (part, total), self._summed = self._summed, None
             if part is memory and total.born == self.position:
-                self._hand_on(part, total)
+                part.is_handed_on, total.takes_over = True, part
                 part.died = total.born
                 return
         self.position += 1
         memory.died = self.position
-
-    @staticmethod
-    def _hand_on(memory: HeldMemory, to: HeldMemory) -> None:
-        """Record that other memory has the place of this one."""
-        memory.is_handed_on, to.takes_over = True, memory
 
     def _issued(self, func: Any, args: Any) -> None:
         """Record a collective, with the bytes of its largest argument or of its result."""
@@ -303,7 +296,7 @@ class MemoryMeter(TorchDispatchMode):
         else:
             return
         if before is not None:
-            self._hand_on(before, after)
+            before.is_handed_on, after.takes_over = True, before
 
     # --- what is known later ---
 
