@@ -27,8 +27,6 @@ _SIZES = {
     "dp_shard_size": "Over how many ranks is each of them sharded?",
     "tp_size": "Over how many ranks are weights split (tensor parallelism)?",
 }
-
-
 # Fields that Accelerate writes in every file.
 _COMMON: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
