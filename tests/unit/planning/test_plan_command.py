@@ -49,8 +49,9 @@ def test_batches_are_read() -> None:
     assert (mask.dtype, mask.device.type) == (torch.bool, "meta")
     named = read_batch(["input_ids=1x4", "labels=1x4"])
     assert list(named) == ["input_ids", "labels"]
-    with pytest.raises(ConfigError, match="for each input or for none"):
-        read_batch(["1x4", "labels=1x4"])
+    for texts in (["1x4", "labels=1x4"], ["labels=1x4", "labels=1x8"]):
+        with pytest.raises(ConfigError, match="for each input or for none"):
+            read_batch(texts)
     with pytest.raises(ConfigError, match="a dtype of torch"):
         read_batch(["1x4:float99"])
 
