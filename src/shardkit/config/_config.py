@@ -507,8 +507,10 @@ class Config:
     def tensor_parallel_mesh(self) -> TorchDeviceMesh | None:
         """Return torch's 1-D mesh of the ``tp`` axis; None if `tp_size` is 1.
 
-        parallelize_module(model, config.tensor_parallel_mesh(), plan)
-        config.apply(model)
+            parallelize_module(model, config.tensor_parallel_mesh(), plan)
+            config.apply(model)
+
+        Cost: see `mesh`.
         """
         self.mesh()
         return self._tensor_parallel_mesh
