@@ -549,9 +549,8 @@ def choose(
     chosen = chosen_by(tree, policy)
     if not chosen and word != "size" and not _is_by_size(policy):
         msg = (
-            f"the policy {described(policy)} chooses no module of this "
-            f"{tree.class_name}, so all would be one group. Choose others, or pass "
-            f"policy='no_wrap' if one group is meant."
+            f"the policy {described(policy)} chooses no module of this {tree.class_name}, so all "
+            f"would be one group. Choose others, or pass policy='no_wrap' if one group is meant."
         )
         raise WrapError(msg)
     return chosen

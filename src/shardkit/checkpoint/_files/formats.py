@@ -711,9 +711,9 @@ class FullWriter:
     libraries expect.
 
     Names in `tied` belong to tensors that repeat another one; they are not written themselves. A
-    torch file holds them as tied, a safetensors file holds that other
-    tensor only. One torch file may also have `others`, which are no tensors. `arrange` gets these
-    and the tensors, still empty, by name, and returns the content of that file.
+    torch file holds them as tied, a safetensors file holds that other tensor only. One torch file
+    may also have `others`, which are no tensors. `arrange` gets these and the tensors, still empty,
+    by name, and returns the content of that file.
     """
 
     def __init__(  # noqa: PLR0913 - the content, and how it is written
