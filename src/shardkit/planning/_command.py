@@ -313,6 +313,7 @@ def _calibrate(path: Path, device: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         host, size = platform.node(), os.environ.get("WORLD_SIZE", "1")
         about = f"Measured by python -m shardkit plan --calibrate on {size} ranks, {host}."
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(profile_text(profile, about), encoding="utf-8")
 
 
