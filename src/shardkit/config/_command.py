@@ -230,6 +230,9 @@ def config_command(
 
         python -m shardkit config --default --layers LlamaDecoderLayer --mixed_precision bf16
     """
+    if config_file.is_dir():
+        msg = f"--config_file must be the name of a file, and {config_file} is a directory."
+        raise ConfigError(msg)
     if config_file.exists() and not overwrite:
         msg = f"{config_file} is there. Pass --overwrite, or another --config_file."
         raise ConfigError(msg)
