@@ -117,10 +117,9 @@ class _CachingAllocator:
 
 
 def reserved_nbytes(memories: Iterable[HeldMemory]) -> int:
-    """Return the bytes that the allocator reserves after all of this memory came and went.
+    """Return the bytes that the allocator reserves after all memory of a dry run came and went.
 
-    Args:
-        memories: Memory of a dry run, from its begin; memory of the host does not count.
+    Memory of the host does not count.
     """
     allocator = _CachingAllocator()
     changes: list[tuple[int, bool, HeldMemory]] = []

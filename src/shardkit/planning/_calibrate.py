@@ -43,9 +43,6 @@ _DTYPES = ("float32", "bfloat16")
 def calibrate(device: str) -> HardwareProfile:
     """Return a profile of the ranks of this world. Collective; takes less than a minute.
 
-    Args:
-        device: Type of the devices.
-
     Raises:
         MeshError: No launcher started this process.
     """

@@ -135,11 +135,8 @@ def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
 def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
     """Shard a copy of the model and make two steps, of which the second is like all that follow.
 
-    The steps train, also where gradients are off around this call.
-
-    Args:
-        run: Run to try.
-        is_timed: Whether operators are recorded, for `time_of`.
+    The steps train, also where gradients are off around this call. If they are timed, operators are
+    recorded, for `time_of`.
 
     Raises:
         ConfigError: An operator of the model needs values, which tensors on meta lack; or the model

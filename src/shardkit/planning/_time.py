@@ -291,12 +291,9 @@ class Task:
 def replay(tasks: Iterable[Task], overlap: float) -> float:
     """Set the times of tasks, and return the time at which the last one ends.
 
-    Collectives on one link share it. A collective and compute at the same time slow each other
-    down: if both take a second alone, they take ``2 - overlap`` seconds together.
-
-    Args:
-        tasks: Tasks, each one after all tasks that it waits for.
-        overlap: Part of a collective that does not slow concurrent compute.
+    Each task comes after all tasks that it waits for. Collectives on one link share it. A
+    collective and compute at the same time slow each other down: if both take a second alone, they
+    take ``2 - overlap`` seconds together.
     """
     lanes: dict[str, deque[Task]] = defaultdict(deque)
     for task in tasks:
