@@ -83,7 +83,7 @@ def checkpoint_activations(
     if classes is None:
         wanted = [] if policy is None else [policy]
     else:
-        wanted = [classes] if isinstance(classes, (str, type)) else [*classes]
+        wanted = [classes] if isinstance(classes, (str, type)) else [*classes] or [()]
     tree = _CalledModules(model)
     found = _named(tree, wanted) if wanted else _repeated_blocks(model)
     kind = own_class(model).__name__
