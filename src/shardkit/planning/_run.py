@@ -296,7 +296,7 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError, OptimizerError) as error:
-        text, where = str(error), meter.failed or "the model"
+        text, where = str(error).rstrip(". \n"), meter.failed or "the model"
         if "meta" not in text.lower():
             raise
         msg = (
@@ -307,13 +307,13 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
         if "expected device" in text:
             msg = (
                 f"a plan computes on meta, and the forward of {where} has a tensor elsewhere: "
-                f"{text} Make it a buffer of the model (register_buffer)."
+                f"{text}. Make it a buffer of the model (register_buffer)."
             )
         if meter.observer.phase == "optimizer":
             msg = (
                 f"a plan computes nothing, and a step of the optimizer needs values, or a device "
-                f"other than meta: {text} Plan with a plain optimizer that has as much state, such "
-                f"as torch.optim.AdamW without fused=True."
+                f"other than meta: {text}. Plan with a plain optimizer that has as much state, "
+                f"such as torch.optim.AdamW without fused=True."
             )
         raise ConfigError(msg) from error
 
