@@ -276,6 +276,22 @@ def test_buffers_come_from_rank_0_wherever_they_stand(spawn: Spawn, version: int
     assert others == [first]
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@on_ranks(2)
+def test_a_model_that_all_have_on_meta_is_initialized(version: int) -> None:
+    with torch.device("meta"):
+        model = Stack()
+    stays = from_config(fsdp(version)).apply(copy.deepcopy(model))
+    assert all(param.is_meta for param in stays.parameters())
+
+    def fill(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.constant_(param, 0.5)
+
+    from_config(fsdp(version)).apply(model, param_init_fn=fill)
+    assert all((values == 0.5).all() for values in full_parameters(model).values())
+
+
 def frozen_in_bf16() -> tuple[set[torch.dtype], torch.dtype]:
     model = Stack().bfloat16()
     model.head.requires_grad_(requires_grad=False)

@@ -436,9 +436,8 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 def as_json(checkup: Checkup, findings: Sequence[Finding]) -> str:
     """Return all results as JSON, for programs."""
     found = {"healthy": is_healthy(findings), "findings": [*map(dataclasses.asdict, findings)]}
-    return json.dumps(
-        {**found, **dataclasses.asdict(checkup), "missing": checkup.missing}, indent=2
-    )
+    facts = {**dataclasses.asdict(checkup), "missing": checkup.missing}
+    return json.dumps({**found, **facts}, indent=2)
 
 
 def lines_of(checkup: Checkup, findings: Sequence[Finding]) -> list[str]:

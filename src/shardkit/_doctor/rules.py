@@ -6,7 +6,7 @@ import functools
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from shardkit._doctor.facts import Finding, Level, ranks_in_words
+from shardkit._doctor.facts import Finding, ranks_in_words
 from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ _GPU_BUILDS = ("cuda", "rocm")
 _ENLARGE_SHM = "container --shm-size=16g or --ipc=host, else mount -o remount,size=16g /dev/shm"
 
 
-def _found(level: Level, where: str, check: str, *, what: str, remedy: str) -> Finding:
-    return Finding(check=check, level=level, where=where, what=what, remedy=remedy)
-
-
 def _of_hosts(checkup: Checkup) -> Iterator[Finding]:
     """Yield the problems of hosts, from the facts of the first rank of each."""
     hosts: dict[str, RankFacts] = {}
@@ -43,43 +39,43 @@ def _of_hosts(checkup: Checkup) -> Iterator[Finding]:
 
 def _devices(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
     """Yield problems of torch's build and of the devices that it sees."""
-    error = functools.partial(_found, "error", f.host)
+    error = functools.partial(Finding, level="error", where=f.host)
     is_for_cards = f.build.startswith(_GPU_BUILDS)
     num_devices = len(checkup.devices_of(f.host))
     engine = engine_of(f.device_type)
     if f.num_cards and not is_for_cards:
         yield error(
-            "torch-build",
+            check="torch-build",
             what=f"the machine has {f.num_cards} cards, and torch {f.torch} is built for the CPU "
             f"only",
             remedy="install the build of torch for the driver: see pytorch.org/get-started",
         )
     if f.num_cards and is_for_cards and not f.devices:
         yield error(
-            "no-devices",
+            check="no-devices",
             what=f"the machine has {f.num_cards} cards, and torch ({f.build}) sees none",
             remedy="look at nvidia-smi (rocm-smi) and at CUDA_VISIBLE_DEVICES; the driver must be "
             "as new as torch's build wants; in a container pass the devices (--gpus all)",
         )
     if 0 < num_devices < f.local_world_size and not checkup.is_alone:
         yield error(
-            "too-few-devices",
+            check="too-few-devices",
             what=f"{f.local_world_size} ranks share {num_devices} devices",
             remedy=f"start {num_devices} ranks on this host (torchrun --nproc-per-node), or let "
             f"them see more devices",
         )
     if engine not in f.backends:
         yield error(
-            "no-backend",
+            check="no-backend",
             what=f"torch has no {engine}, the backend of {f.device_type or 'cpu'} ranks; it has "
             f"{', '.join(f.backends) or 'none'}",
             remedy="install a build of torch with it",
         )
     if f.torch_xla is not None:
-        yield _found(
-            "note",
-            f.host,
-            "xla",
+        yield Finding(
+            check="xla",
+            level="note",
+            where=f.host,
             what=f"torch_xla {f.torch_xla} is installed. XLA devices and their links are not "
             f"checked",
             remedy="python -c 'import torch_xla; print(torch_xla.devices())' says whether they are "
@@ -87,7 +83,7 @@ def _devices(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
         )
     if f.torch_xla and _release(f.torch_xla) != _release(f.torch):
         yield error(
-            "xla-version",
+            check="xla-version",
             what=f"torch_xla {f.torch_xla} is made for another torch than {f.torch}",
             remedy="install both in the same version",
         )
@@ -95,18 +91,18 @@ def _devices(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
 
 def _system(f: RankFacts) -> Iterator[Finding]:
     """Yield problems of shared memory and of threads."""
-    warning = functools.partial(_found, "warning", f.host)
+    warning = functools.partial(Finding, level="warning", where=f.host)
     if f.shm_nbytes is None or f.shm_free_nbytes is None:
         yield warning(
-            "no-shm",
+            check="no-shm",
             what="there is no /dev/shm: loaders with workers and NCCL within a host need it",
             remedy="mount it: mount -t tmpfs tmpfs /dev/shm",
         )
     elif f.shm_free_nbytes < min(_LEAST_FREE_SHM * f.local_world_size, f.shm_nbytes // 2):
-        yield _found(
-            "error",
-            f.host,
-            "shm-full",
+        yield Finding(
+            check="shm-full",
+            level="error",
+            where=f.host,
             what=f"shared memory (/dev/shm) has {f.shm_free_nbytes // _MIB} MiB free of "
             f"{f.shm_nbytes // _MIB} MiB, for {f.local_world_size} ranks",
             remedy="delete what earlier runs left there (ls -l /dev/shm), or make it larger: in a "
@@ -114,14 +110,14 @@ def _system(f: RankFacts) -> Iterator[Finding]:
         )
     elif f.shm_nbytes < _LEAST_SHM:
         yield warning(
-            "shm-small",
+            check="shm-small",
             what=f"shared memory (/dev/shm) has {f.shm_nbytes // _MIB} MiB, which loaders and NCCL "
             f"soon fill",
             remedy="in a " + _ENLARGE_SHM,
         )
     if f.local_world_size > 1 and f.num_threads * f.local_world_size > 2 * f.num_cores:
         yield warning(
-            "threads",
+            check="threads",
             what=f"{f.local_world_size} ranks with {f.num_threads} threads each share "
             f"{f.num_cores} cores",
             remedy=f"OMP_NUM_THREADS={max(1, f.num_cores // f.local_world_size)}",
@@ -134,19 +130,20 @@ def _host_name(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
         return
     entry = f"'{f.address} {f.host}'"
     if not f.host_addresses:
-        yield _found(
-            "warning" if checkup.num_hosts == 1 else "error",
-            f.host,
-            "host-unknown",
+        yield Finding(
+            check="host-unknown",
+            level="warning" if checkup.num_hosts == 1 else "error",
+            where=f.host,
             what=f"the host's name {f.host!r} resolves to no address; gloo looks itself up by it",
             remedy=f"add {entry} to /etc/hosts, or name the interface: "
             f"GLOO_SOCKET_IFNAME={_interface(f)}",
         )
-    if _has_only_loopback(f, checkup):
-        yield _found(
-            "error",
-            f.host,
-            "host-loopback",
+    is_local = all(each.startswith("127.") or each == "::1" for each in f.host_addresses)
+    if f.host_addresses and is_local and checkup.num_hosts > 1:
+        yield Finding(
+            check="host-loopback",
+            level="error",
+            where=f.host,
             what=f"the host's name {f.host!r} resolves to {f.host_addresses[0]}, where other hosts "
             f"cannot reach it; gloo tells them this address",
             remedy=f"in /etc/hosts put {entry} in the place of the line with "
@@ -157,18 +154,18 @@ def _host_name(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
 def _of_ranks(checkup: Checkup) -> Iterator[Finding]:
     """Yield what may be wrong with one rank of a host."""
     for f in checkup.ranks:
-        warning = functools.partial(_found, "warning", f.host)
-        error = functools.partial(_found, "error", f.host)
+        warning = functools.partial(Finding, level="warning", where=f.host)
+        error = functools.partial(Finding, level="error", where=f.host)
         memlock, nofile, nproc = (f.limits.get(name) for name in ("memlock", "nofile", "nproc"))
         if _release(f.torch) < _OLDEST_TORCH:
             yield error(
-                "torch-old",
+                check="torch-old",
                 what=f"torch is {f.torch}, and shardkit needs 2.9 or newer",
                 remedy="pip install 'torch>=2.9', the build for this machine's driver",
             )
         if f.has_infiniband and memlock is not None:
             yield error(
-                "memlock",
+                check="memlock",
                 what=f"ranks may lock {memlock // 1024} KiB of memory, and InfiniBand needs all it "
                 f"registers",
                 remedy="ulimit -l unlimited: in /etc/security/limits.conf '* - memlock unlimited', "
@@ -177,24 +174,24 @@ def _of_ranks(checkup: Checkup) -> Iterator[Finding]:
             )
         if _is_below(nofile, _LEAST_FILES):
             yield warning(
-                "nofile",
+                check="nofile",
                 what=f"a process may have {nofile} open files; each connection and each tensor of "
                 f"a data loader takes one",
                 remedy="ulimit -n 65536 before the launcher, or LimitNOFILE of its service",
             )
         if _is_below(nproc, _LEAST_PROCESSES):
             yield warning(
-                "nproc",
+                check="nproc",
                 what=f"the user may have {nproc} processes and threads; ranks with loaders have "
                 f"more",
                 remedy="ulimit -u 65536 before the launcher, or TasksMax of its service",
             )
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if _names_no_interface(variable, f):
-                yield _found(
-                    "error",
-                    f"rank {f.rank} on {f.host}",
-                    "interface-unknown",
+                yield Finding(
+                    check="interface-unknown",
+                    level="error",
+                    where=f"rank {f.rank} on {f.host}",
                     what=f"{variable} is {f.environment[variable]!r}, and the host has "
                     f"{', '.join(f.interfaces)}",
                     remedy=f"{variable}={_interface(f)}, the interface towards rank 0",
@@ -215,15 +212,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 def _is_below(limit: int | None, least: int) -> bool:
     return limit is not None and limit < least
-
-
-def _has_only_loopback(facts: RankFacts, checkup: Checkup) -> bool:
-    """Whether other hosts cannot reach the addresses of the host's name, which gloo sends them."""
-    return (
-        bool(facts.host_addresses)
-        and all(each.startswith("127.") or each == "::1" for each in facts.host_addresses)
-        and checkup.num_hosts > 1
-    )
 
 
 def _names_no_interface(variable: str, facts: RankFacts) -> bool:

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardkit._errors import StateError, WrapError
-from shardkit._module.activation_checkpoint import (
-    SavedOperators,
-    checkpoint_module,
-    complaint_of,
-)
+from shardkit._module.activation_checkpoint import SavedOperators, checkpoint_module, complaint_of
 from shardkit._module.checks import why_never_gathered
 from shardkit._module.fsdp_module import own_class
 from shardkit._text import listed
@@ -87,7 +83,7 @@ def checkpoint_activations(
     if classes is None:
         wanted = [] if policy is None else [policy]
     else:
-        wanted = [classes] if isinstance(classes, (str, type)) else [*classes]
+        wanted = [classes] if isinstance(classes, (str, type)) else [*classes] or [()]
     tree = _CalledModules(model)
     found = _named(tree, wanted) if wanted else _repeated_blocks(model)
     kind = own_class(model).__name__

@@ -25,13 +25,7 @@ from shardkit._wrapping.plan import (
     mesh_of_shape,
     units_in_order,
 )
-from shardkit._wrapping.policies import (
-    ModuleTree,
-    choose,
-    choose_by_name,
-    size_policy,
-    word_of,
-)
+from shardkit._wrapping.policies import ModuleTree, choose, choose_by_name, size_policy, word_of
 from shardkit._wrapping.strategies import Strategy
 from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.backends import as_device_mesh, init_device_mesh
@@ -253,13 +247,7 @@ def _meshes_of(
 ) -> tuple[DeviceMesh, ExpertMeshes | None]:
     """Return the mesh to shard over, and the meshes of experts; a shape is enough for a plan.
 
-    Args:
-        model: The root.
-        mesh: A mesh or a shape.
-        chosen: The strategy, or None.
-        common: Arguments of all `fully_shard` calls.
-        is_plan: Whether the model is not sharded.
-        axis: Name of the axis over which experts are spread; None: there are no experts.
+    `axis` is the one over which experts are spread; None: there are no experts.
     """
     meshes = None
     if _is_shape(mesh):

@@ -200,10 +200,7 @@ def _modules_of(tree: ModuleTree, choice: Any) -> list[str]:
 
 
 def _check_stacks(
-    name: str,
-    module: nn.Module,
-    held: Sequence[tuple[str, nn.Parameter]],
-    meshes: ExpertMeshes,
+    name: str, module: nn.Module, held: Sequence[tuple[str, nn.Parameter]], meshes: ExpertMeshes
 ) -> None:
     kind = own_class(module).__name__
     shapes = {attribute: tuple(param.shape) for attribute, param in held}

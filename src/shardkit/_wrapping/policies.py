@@ -150,7 +150,7 @@ class ModuleTree:
 # A policy is called twice for a module: with ``recurse=True``, whether to visit its children, then
 # with ``recurse=False``, whether to wrap it, given the number of parameters that its children left.
 
-MIN_NUM_PARAMS = 100_000_000
+MIN_NUM_PARAMS = 100_000_000  # Accelerate's default, too.
 _NUMBER_NAMES = ("unwrapped_params", "nonwrapped_numel")
 
 
@@ -549,9 +549,8 @@ def choose(
     chosen = chosen_by(tree, policy)
     if not chosen and word != "size" and not _is_by_size(policy):
         msg = (
-            f"the policy {described(policy)} chooses no module of this "
-            f"{tree.class_name}, so all would be one group. Choose others, or pass "
-            f"policy='no_wrap' if one group is meant."
+            f"the policy {described(policy)} chooses no module of this {tree.class_name}, so all "
+            f"would be one group. Choose others, or pass policy='no_wrap' if one group is meant."
         )
         raise WrapError(msg)
     return chosen

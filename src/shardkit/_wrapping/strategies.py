@@ -136,7 +136,7 @@ class Strategy:
                     f"Start as many ranks on each host, or pass ranks_per_copy."
                 )
                 raise MeshError(msg)
-        if not ranks_per_copy or world_size % ranks_per_copy:
+        if ranks_per_copy is None or ranks_per_copy < 1 or world_size % ranks_per_copy:
             msg = (
                 f"the strategy {self.name!r} wants a mesh of shape {self.mesh_rule}: {world_size} "
                 f"ranks in copies of {ranks_per_copy}. Pass a mesh, or ranks_per_copy that divides "

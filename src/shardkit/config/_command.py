@@ -10,6 +10,7 @@ import torch
 import typer
 
 from shardkit._errors import ConfigError
+from shardkit._wrapping.policies import MIN_NUM_PARAMS
 from shardkit.config._config import from_config
 from shardkit.config._schema import PREFETCHES, STATE_DICTS, STRATEGIES, WRAPS
 from shardkit.config._source import import_yaml
@@ -20,15 +21,12 @@ if TYPE_CHECKING:
 
 # --- questions ------------------------------------------------------------------------------------
 
-_LARGE = 100_000_000
 _PREFIX = "parallelism_config_"
 _SIZES = {
     "dp_replicate_size": "How many replicas are there?",
     "dp_shard_size": "Over how many ranks is each of them sharded?",
     "tp_size": "Over how many ranks are weights split (tensor parallelism)?",
 }
-
-
 # Fields that Accelerate writes in every file.
 _COMMON: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -78,11 +76,7 @@ class Terminal:
 
 
 def default_fields(
-    *,
-    num_processes: int,
-    use_cpu: bool,
-    mixed_precision: str = "no",
-    layers: str | None = None,
+    *, num_processes: int, use_cpu: bool, mixed_precision: str = "no", layers: str | None = None
 ) -> dict[str, Any]:
     """Return a config for this machine that suits every model: version 2, full sharding.
 
@@ -90,7 +84,7 @@ def default_fields(
     """
     fsdp: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
     if layers is None:
-        fsdp |= {"fsdp_auto_wrap_policy": WRAPS[1], "fsdp_min_num_params": _LARGE}
+        fsdp |= {"fsdp_auto_wrap_policy": WRAPS[1], "fsdp_min_num_params": MIN_NUM_PARAMS}
     else:
         fsdp |= {"fsdp_auto_wrap_policy": WRAPS[0], "fsdp_transformer_layer_cls_to_wrap": layers}
     fsdp |= {
@@ -169,7 +163,7 @@ def _fsdp(ask: Terminal) -> dict[str, Any]:
             "Names of the classes, with commas between them"
         )
     if policy == WRAPS[1]:
-        fields["fsdp_min_num_params"] = ask.number("From how many parameters on?", _LARGE)
+        fields["fsdp_min_num_params"] = ask.number("From how many parameters on?", MIN_NUM_PARAMS)
     kinds = STATE_DICTS if version == 1 else (STATE_DICTS[2], STATE_DICTS[0])
     if version == 1:
         fields["fsdp_backward_prefetch"] = ask.choice(
@@ -236,6 +230,9 @@ def config_command(
 
         python -m shardkit config --default --layers LlamaDecoderLayer --mixed_precision bf16
     """
+    if config_file.is_dir():
+        msg = f"--config_file must be the name of a file, and {config_file} is a directory."
+        raise ConfigError(msg)
     if config_file.exists() and not overwrite:
         msg = f"{config_file} is there. Pass --overwrite, or another --config_file."
         raise ConfigError(msg)

@@ -507,8 +507,10 @@ class Config:
     def tensor_parallel_mesh(self) -> TorchDeviceMesh | None:
         """Return torch's 1-D mesh of the ``tp`` axis; None if `tp_size` is 1.
 
-        parallelize_module(model, config.tensor_parallel_mesh(), plan)
-        config.apply(model)
+            parallelize_module(model, config.tensor_parallel_mesh(), plan)
+            config.apply(model)
+
+        Cost: see `mesh`.
         """
         self.mesh()
         return self._tensor_parallel_mesh
@@ -567,10 +569,7 @@ class Config:
         return cast("FSDPModule", model)
 
     def save(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
+        self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
     ) -> None:
         """Save training state into a directory, by `fsdp_state_dict_type`. Call it on all ranks.
 
@@ -616,10 +615,7 @@ class Config:
         _on_all("complete", folder, lambda: _name_all(mine))
 
     def load(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
+        self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
     ) -> None:
         """Load the state that `save` wrote, in place. Call it on all ranks.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from shardkit._errors import ConfigError
 from shardkit._text import NotOfKindError, flag, is_of_kind, nearest, number
+from shardkit._wrapping.policies import MIN_NUM_PARAMS
 from shardkit._wrapping.strategies import strategy
 from shardkit.config._source import Section, Setting, plain
 
@@ -51,12 +52,9 @@ def names(value: Any) -> tuple[str, ...]:
 def choice(
     *words: str, from_1: bool = False, refused: Mapping[str, str] | None = None
 ) -> Callable[[Any], str]:
-    """Return a kind: one of several words, in upper or lower case, or the number of a word.
+    """Return a kind: one of several words, in upper or lower case; with `from_1` also its number.
 
-    Args:
-        words: The words in Accelerate's spelling.
-        from_1: Whether the number of a word, from 1 on, is accepted, too.
-        refused: Other words of Accelerate, and what to do instead.
+    `refused` has other words of Accelerate, and what to do instead.
     """
     expected = f"must be one of {', '.join(words)}"
     by_word = {word.lower(): word for word in words}
@@ -78,12 +76,7 @@ def choice(
 
 
 def unused(remedy: str, *unset: str) -> Callable[[Any], None]:
-    """Return the kind of a field or section that must not be used.
-
-    Args:
-        remedy: Sentence that says what to do instead.
-        unset: Values that count as unused.
-    """
+    """Return the kind of a field or section that must not be used; `unset` counts as left out."""
 
     def parse(value: Any) -> None:
         is_nothing = value is False or (isinstance(value, Section) and not value.entries)
@@ -208,13 +201,9 @@ TOP = {
         "noted",
         "It checks collectives of Accelerate. Those of shardkit are compared by set_watch.",
     ),
-    "downcast_bf16": Field(
-        unused("Write mixed_precision: bf16 instead.", "no", "false"),
-    ),
+    "downcast_bf16": Field(unused("Write mixed_precision: bf16 instead.", "no", "false")),
     "fp16": Field(unused("Write mixed_precision: fp16 instead.", "false")),
-    "dynamo_backend": Field(
-        unused("Compile layers yourself, after apply: layer.compile().", "no"),
-    ),
+    "dynamo_backend": Field(unused("Compile layers yourself, after apply: layer.compile().", "no")),
     "dynamo_config": Field(unused("Compile layers yourself, after apply: layer.compile().")),
     "fp8_config": Field(unused("mixed_precision may be no, fp16 or bf16.")),
     "deepspeed_config": Field(unused("Write distributed_type: FSDP and an fsdp_config.")),
@@ -277,8 +266,6 @@ PREFIXES = {"": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_c
 
 # --- from the fields to their meaning -------------------------------------------------------------
 
-_MIN_NUM_PARAMS = 100_000_000  # Accelerate's default.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
@@ -296,43 +283,32 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The meaning of a config; names are those of its fields, values those of shardkit.
-
-    Attributes:
-        device_type: Type of the mesh's device; None: the machine's accelerator, or else the host.
-        strategy: Name of a `shardkit.strategy`.
-        precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        is_fsdp: Whether there is an `fsdp_config` to apply; otherwise the model is replicated.
-        parallelism: Sizes of the mesh; None: they follow from the strategy and the number of ranks.
-        num_processes: Number of ranks; None: not given.
-        min_num_params: Threshold of a policy by size.
-        forward_prefetch: Choice of the user; None: shardkit's default. The same holds for
-            `backward_prefetch`.
-        sync_module_states: Whether values of rank 0 are sent to the other ranks.
-        notes: Fields without effect, and the reasons.
-    """
+    """The meaning of a config; names are those of its fields, values those of shardkit."""
 
     distributed_type: str
+    # Type of the mesh's device; None: the machine's accelerator, or else the host.
     device_type: str | None
-    strategy: str
-    precision: str
-    is_fsdp: bool
+    strategy: str  # Name of a `shardkit.strategy`.
+    precision: str  # ``"no"``, ``"fp16"`` or ``"bf16"``.
+    is_fsdp: bool  # Whether there is an `fsdp_config` to apply; otherwise the model is replicated.
     fsdp_version: int
+    # Sizes of the mesh; None: they follow from the strategy and the number of ranks.
     parallelism: Parallelism | None
-    num_processes: int | None
+    num_processes: int | None  # Number of ranks; None: not given.
     num_machines: int
     offload_params: bool
     wrap: str
     transformer_layer_cls_to_wrap: tuple[str, ...] | None
-    min_num_params: int
+    min_num_params: int  # Threshold of a policy by size.
+    # Choice of the user; None: shardkit's default. The same holds for `backward_prefetch`.
     forward_prefetch: bool | None
     backward_prefetch: Literal["pre", "post", "none"] | None
     state_dict_type: str
-    sync_module_states: bool
+    sync_module_states: bool  # Whether values of rank 0 are sent to the other ranks.
     activation_checkpointing: bool
     ignored_modules: str | None
     launcher: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # Fields without effect, and the reasons.
 
 
 class Found:
@@ -450,7 +426,7 @@ def settings_of(found: Found) -> Settings:
         offload_params=found.value("fsdp_offload_params"),
         wrap=found.value("fsdp_auto_wrap_policy"),
         transformer_layer_cls_to_wrap=found.value("fsdp_transformer_layer_cls_to_wrap"),
-        min_num_params=found.value("fsdp_min_num_params", _MIN_NUM_PARAMS),
+        min_num_params=found.value("fsdp_min_num_params", MIN_NUM_PARAMS),
         forward_prefetch=found.value("fsdp_forward_prefetch", False if is_fsdp_1 else None),
         backward_prefetch=PREFETCHES.get(
             found.value("fsdp_backward_prefetch", "NO_PREFETCH" if is_fsdp_1 else "")

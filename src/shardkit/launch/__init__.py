@@ -406,7 +406,7 @@ def report(failures: list[Failure], num_ranks: int) -> str:
     count = f"{len(failures)} of {num_ranks} ranks on {host} failed"
     lines = [f"shardkit launch: {count}, first rank {first.rank} at {when}."]
     lines += [
-        f"rank {other.rank}: {other.message.splitlines()[0]}"
+        f"rank {other.rank}: {(other.message.splitlines() or ['no message'])[0]}"
         for other in others
         if other.diagnosis is None
     ]

@@ -29,22 +29,13 @@ _CHUNK = 32 * _MIB
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A part of a segment, in use or free.
-
-    Attributes:
-        address: Address of its first byte.
-        nbytes: Size in bytes.
-        is_small: Whether it is a part of a segment for small blocks.
-        before: Neighbor below it in its segment.
-        after: Neighbor above it.
-        is_free: Whether it may be given out.
-    """
+    """A part of a segment, in use or free."""
 
     address: int
     nbytes: int
-    is_small: bool
-    before: _Block | None = None
-    after: _Block | None = None
+    is_small: bool  # Whether it is a part of a segment for small blocks.
+    before: _Block | None = None  # Neighbor below it in its segment.
+    after: _Block | None = None  # Neighbor above it.
     is_free: bool = False
 
 
@@ -126,26 +117,23 @@ class _CachingAllocator:
 
 
 def reserved_nbytes(memories: Iterable[HeldMemory]) -> int:
-    """Return the bytes that the allocator reserves after all of this memory came and went.
+    """Return the bytes that the allocator reserves after all memory of a dry run came and went.
 
-    Args:
-        memories: Memory of a dry run, from its begin; memory of the host does not count.
+    Memory of the host does not count.
     """
     allocator = _CachingAllocator()
     changes: list[tuple[int, bool, HeldMemory]] = []
     for memory in memories:
-        if memory.on_host:
-            continue
-        changes.append((memory.born, True, memory))
-        if memory.died is not None and not memory.is_handed_on:
-            changes.append((memory.died, False, memory))
-    changes.sort(key=lambda change: change[:2])
-    blocks: dict[int, _Block] = {}
-    for _, is_born, memory in changes:
+        if not memory.on_host:
+            changes.append((memory.born, True, memory))
+            if memory.died is not None and not memory.is_handed_on:
+                changes.append((memory.died, False, memory))
+    blocks: dict[HeldMemory, _Block] = {}
+    for _, is_born, memory in sorted(changes, key=lambda change: change[:2]):
         if not is_born:
-            allocator.free(blocks.pop(id(memory)))
+            allocator.free(blocks.pop(memory))
         elif memory.takes_over is not None:
-            blocks[id(memory)] = blocks.pop(id(memory.takes_over))
+            blocks[memory] = blocks.pop(memory.takes_over)
         else:
-            blocks[id(memory)] = allocator.allocate(memory.nbytes)
+            blocks[memory] = allocator.allocate(memory.nbytes)
     return allocator.reserved

@@ -103,16 +103,13 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
 
     device = _device_type(device)
     options = {name: value for name, value in options.items() if value is not None}
-    # `index` takes the integers of NumPy, too, and makes them Python's.
-    shape = tuple(map(index, mesh)) if isinstance(mesh, Iterable) else (index(mesh),)
-    if "strategy" in options and not isinstance(mesh, Iterable):
-        shape = strategy_of(options["strategy"]).mesh_shape(shape[0])
-    if len(shape) not in (1, 2) or min(shape) < 1:
-        msg = f"mesh must be (shard,) or (replicate, shard), each of 1 rank or more, got {shape}."
-        raise ConfigError(msg)
+    shape = _shape_of(mesh, options.get("strategy"))
     size = math.prod(shape)
     if not 0 <= rank < size:
         msg = f"rank must be from 0 to {size - 1} on a mesh of {shape}, got {rank}."
+        raise ConfigError(msg)
+    if accumulate < 1:
+        msg = f"accumulate must be 1 micro-batch of a step or more, got {accumulate}."
         raise ConfigError(msg)
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         msg = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function, got {optimizer!r}."
@@ -146,6 +143,18 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if budget is None or result.fits:
         return result
     return replace(result, advice=advise(run, budget))
+
+
+def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:
+    """Return the size of each axis; a strategy chooses it for a number of ranks."""
+    # `index` takes the integers of NumPy, too, and makes them Python's.
+    shape = tuple(map(index, mesh)) if isinstance(mesh, Iterable) else (index(mesh),)
+    if strategy is not None and not isinstance(mesh, Iterable):
+        shape = strategy_of(strategy).mesh_shape(shape[0])
+    if len(shape) not in (1, 2) or min(shape) < 1:
+        msg = f"mesh must be (shard,) or (replicate, shard), each of 1 rank or more, got {shape}."
+        raise ConfigError(msg)
+    return shape
 
 
 def _device_type(device: str) -> str:

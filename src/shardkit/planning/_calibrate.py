@@ -43,9 +43,6 @@ _DTYPES = ("float32", "bfloat16")
 def calibrate(device: str) -> HardwareProfile:
     """Return a profile of the ranks of this world. Collective; takes less than a minute.
 
-    Args:
-        device: Type of the devices.
-
     Raises:
         MeshError: No launcher started this process.
     """
@@ -60,12 +57,6 @@ class Calibration:
 
     The speed of a shared machine changes from second to second. So each round measures everything
     for a moment, and the profile has the medians of all rounds.
-
-    Args:
-        device: Type of the devices.
-
-    Raises:
-        MeshError: No launcher started this process.
     """
 
     def __init__(self, device: str) -> None:
@@ -122,19 +113,12 @@ class Calibration:
 
 @dataclass(slots=True, eq=False)
 class _Probe:
-    """A function that is timed.
-
-    Attributes:
-        call: Function to time.
-        number: Number of calls in a round.
-        seconds: Time of a call; at first the time of the first one.
-        times: Time of a call in each round, in seconds.
-    """
+    """A function that is timed."""
 
     call: Callable[[], object]
-    number: int
-    seconds: float
-    times: list[float] = field(default_factory=list)
+    number: int  # Number of calls in a round.
+    seconds: float  # Time of a call; at first the time of the first one.
+    times: list[float] = field(default_factory=list)  # Time of a call in each round.
 
 
 class _Clock:

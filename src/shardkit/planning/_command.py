@@ -75,11 +75,11 @@ def read_batch(texts: list[str]) -> tuple[Tensor, ...] | dict[str, Tensor]:
             msg = f"--batch must end with a dtype of torch such as bfloat16, got {text!r}."
             raise ConfigError(msg)
         found.append((name, torch.empty(read_shape(shape, "--batch"), dtype=dtype, device="meta")))
-    names = [name for name, _ in found]
-    if all(names):
+    names = {name for name, _ in found}
+    if "" not in names and len(names) == len(found):
         return dict(found)
-    if any(names):
-        msg = f"--batch must have a name for each input or for none, got {' '.join(texts)}."
+    if names != {""}:
+        msg = f"--batch must have another name for each input or for none, got {' '.join(texts)}."
         raise ConfigError(msg)
     return tuple(tensor for _, tensor in found)
 
@@ -313,6 +313,7 @@ def _calibrate(path: Path, device: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         host, size = platform.node(), os.environ.get("WORLD_SIZE", "1")
         about = f"Measured by python -m shardkit plan --calibrate on {size} ranks, {host}."
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(profile_text(profile, about), encoding="utf-8")
 
 

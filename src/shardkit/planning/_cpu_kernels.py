@@ -34,14 +34,7 @@ _MAX = 2
 
 
 class _Call(NamedTuple):
-    """A call of an operator.
-
-    Attributes:
-        name: Name of the operator.
-        args: Positional arguments.
-        inputs: Positional arguments that are tensors.
-        results: Results.
-    """
+    """A call of an operator; `inputs` are the positional arguments that are tensors."""
 
     name: str
     args: Any
@@ -62,14 +55,7 @@ class _Call(NamedTuple):
 def scratch_on_cpu(
     name: str, args: Any, options: Any, results: tuple[Tensor, ...]
 ) -> tuple[int, ...]:
-    """Return the bytes that a kernel of the CPU takes while it runs, apart from its results.
-
-    Args:
-        name: Name of the operator, such as ``convolution``.
-        args: Positional arguments.
-        options: Keyword arguments, of which no formula makes use.
-        results: Results.
-    """
+    """Return the bytes that a kernel of the CPU takes while it runs, apart from its results."""
     del options
     formula = _FORMULAS.get(name)
     if formula is None:
@@ -135,11 +121,6 @@ def _of_mean(call: _Call) -> int:
     return _in_fp32(call.first, call.out)
 
 
-def _of_scatter(call: _Call) -> int:
-    """Return the bytes of 16-bit results in fp32 (cpu/ScatterGatherKernel.cpp)."""
-    return _in_fp32(call.out)
-
-
 # --- convolutions ---------------------------------------------------------------------------------
 
 
@@ -193,11 +174,8 @@ def _of_convolution(call: _Call) -> int:
 
 def _of_convolution_backward(call: _Call) -> int:
     """Return the same of the kernels for both gradients, which run one after the other."""
-    (grad, image, weight, *_), strides, (dilation, is_transposed) = (
-        call.inputs,
-        call.args[4],
-        call.args[6:8],
-    )
+    (grad, image, weight, *_), strides = call.inputs, call.args[4]
+    dilation, is_transposed = call.args[6:8]
     if image.dtype == torch.float64 or image.is_complex():
         is_whole = max(dilation) == 1 and not is_transposed
         return _copies((grad, image, weight)) + _columns(grad, weight, is_whole=is_whole)
@@ -278,7 +256,9 @@ _FORMULAS: dict[str, Callable[[_Call], float]] = {
     },
     **dict.fromkeys(("sum", "nansum", "prod", "cumsum", "cumprod", "linalg_vector_norm"), _of_sum),
     "mean": _of_mean,
-    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), _of_scatter),
+    **dict.fromkeys(  # cpu/ScatterGatherKernel.cpp: 16-bit results in fp32.
+        ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), lambda c: _in_fp32(c.out)
+    ),
     "convolution": _of_convolution,
     "convolution_backward": _of_convolution_backward,
     f"{ATTENTION}flash_attention_for_cpu": _of_attention,

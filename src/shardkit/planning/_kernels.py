@@ -30,11 +30,8 @@ def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
     """Compute attention on meta like fused kernels do, without torch's matrix of scores.
 
     Meanwhile the function of torch is replaced. A dispatch mode would not work: it is off in a
-    backward, where activation checkpointing runs a forward again.
-
-    Args:
-        on_cpu: Whether to use the kernel of the CPU. Otherwise those of CUDA: flash attention, or
-            memory-efficient attention if there is a mask.
+    backward, where activation checkpointing runs a forward again. The kernels are that of the CPU,
+    or those of CUDA: flash attention, or memory-efficient attention if there is a mask.
     """
     original = torch.nn.functional.scaled_dot_product_attention
     kernel = _on_cpu if on_cpu else _on_cuda
@@ -166,12 +163,6 @@ def scratch_on_cuda(
 
     Each is freed before the next is taken. Only large scratch memory is known: of reductions over
     rows, of attention's backward, and copies of a product's inputs that have gaps.
-
-    Args:
-        name: Name of the operator, such as ``sum``.
-        args: Positional arguments.
-        options: Keyword arguments.
-        results: Results.
     """
     if name in _REDUCTIONS and results:
         dims = args[1] if len(args) > 1 else options.get("dim")

@@ -22,12 +22,7 @@ from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
-from shardkit.planning._kernels import (
-    GROUPED_PRODUCT,
-    flops_of,
-    grouped_product,
-    scratch_on_cuda,
-)
+from shardkit.planning._kernels import GROUPED_PRODUCT, flops_of, grouped_product, scratch_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,66 +32,39 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class HeldMemory:
-    """A piece of memory.
-
-    Attributes:
-        nbytes: Size in bytes.
-        kind: Kind of its content, such as ``activations``; corrected when more is known.
-        name: Name of the module, parameter or group to which it belongs.
-        born: Position in the run at which it was allocated.
-        died: Position at which it was freed; None: it was not freed.
-        on_host: Whether it is memory of the host, while the device has its own.
-        labels: Names of all parts of its content, in order: a shard holds many parameters.
-        takes_over: Memory whose place it has; None: it was allocated.
-        is_handed_on: Whether other memory took over its place; then nothing was freed.
-    """
+    """A piece of memory."""
 
     nbytes: int
-    kind: str
-    name: str
-    born: int
-    died: int | None = None
-    on_host: bool = False
+    kind: str  # Kind of its content, such as ``activations``; corrected when more is known.
+    name: str  # Name of the module, parameter or group to which it belongs.
+    born: int  # Position in the run at which it was allocated.
+    died: int | None = None  # Position at which it was freed; None: it was not freed.
+    on_host: bool = False  # Whether it is memory of the host, while the device has its own.
+    # Names of all parts of its content, in order: a shard holds many parameters.
     labels: dict[str, None] = field(default_factory=dict)
-    takes_over: HeldMemory | None = None
-    is_handed_on: bool = False
+    takes_over: HeldMemory | None = None  # Memory whose place it has; None: it was allocated.
+    is_handed_on: bool = False  # Whether other memory took over its place; then nothing was freed.
 
 
 @dataclass(frozen=True, slots=True)
 class IssuedCollective:
-    """A collective that was issued.
+    """A collective that was issued."""
 
-    Attributes:
-        op: Name of the collective, such as ``all_gather``.
-        nbytes: Bytes of the whole tensor that is gathered, scattered or reduced.
-        num_ranks: Number of ranks of its process group.
-    """
-
-    op: str
-    nbytes: int
+    op: str  # Name of the collective, such as ``all_gather``.
+    nbytes: int  # Bytes of the whole tensor that is gathered, scattered or reduced.
     num_ranks: int
 
 
 class Operator(NamedTuple):
-    """An operator that computes something; views do not count.
+    """An operator that computes something; views do not count."""
 
-    Attributes:
-        after: Number of starts and ends of events that came before it.
-        kind: Kind of the operator: ``product`` or a kind in `HardwareProfile.memory`.
-        dtype: Name of the dtype of the result.
-        flops: Number of floating-point operations; 0 except for products and attention.
-        nbytes: Bytes of inputs and results.
-        owner: Name of the module, or of the part of the step.
-        is_again: Whether it belongs to a recompute.
-    """
-
-    after: int
-    kind: str
-    dtype: str
-    flops: int
-    nbytes: int
-    owner: str
-    is_again: bool
+    after: int  # Number of starts and ends of events that came before it.
+    kind: str  # Kind of the operator: ``product`` or a kind in `HardwareProfile.memory`.
+    dtype: str  # Name of the dtype of the result.
+    flops: int  # Number of floating-point operations; 0 except for products and attention.
+    nbytes: int  # Bytes of inputs and results.
+    owner: str  # Name of the module, or of the part of the step.
+    is_again: bool  # Whether it belongs to a recompute.
 
 
 _FUNCTION_NAMES = (
@@ -110,10 +78,8 @@ _FUNCTIONS = frozenset(
 )
 """Operators with much computation for each element."""
 
-
 _MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "resize_"})
 """Operators that allocate memory and write nothing."""
-
 
 _WRITTEN_IN_PLACE = frozenset({"add", "scatter_add", "scatter", "index_put", "put"})
 """Operators for which formulas of backward write into their first input unless a mode is on."""
@@ -289,16 +255,11 @@ class MemoryMeter(TorchDispatchMode):
         if self._summed is not None:
             (part, total), self._summed = self._summed, None
             if part is memory and total.born == self.position:
-                self._hand_on(part, total)
+                part.is_handed_on, total.takes_over = True, part
                 part.died = total.born
                 return
         self.position += 1
         memory.died = self.position
-
-    @staticmethod
-    def _hand_on(memory: HeldMemory, to: HeldMemory) -> None:
-        """Record that other memory has the place of this one."""
-        memory.is_handed_on, to.takes_over = True, memory
 
     def _issued(self, func: Any, args: Any) -> None:
         """Record a collective, with the bytes of its largest argument or of its result."""
@@ -335,7 +296,7 @@ class MemoryMeter(TorchDispatchMode):
         else:
             return
         if before is not None:
-            self._hand_on(before, after)
+            before.is_handed_on, after.takes_over = True, before
 
     # --- what is known later ---
 

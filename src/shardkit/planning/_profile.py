@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,58 +21,40 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A link over which collectives are sent.
+    """A link over which collectives are sent."""
 
-    Attributes:
-        span: Number of adjacent ranks that it connects, such as those of a host.
-        latency_s: Seconds of each hop; for a measured link, of a whole collective.
-        bytes_per_s: Rate at which a rank sends: (bytes, bytes per second).
-        op: Name of the collective for which it was measured; empty: for all.
-        num_ranks: Number of ranks with which it was measured; 0: for any.
-    """
-
-    span: float
-    latency_s: float
-    bytes_per_s: Curve
-    op: str = ""
-    num_ranks: int = 0
+    span: float  # Number of adjacent ranks that it connects, such as those of a host.
+    latency_s: float  # Seconds of each hop; for a measured link, of a whole collective.
+    bytes_per_s: Curve  # Rate at which a rank sends: (bytes, bytes per second).
+    op: str = ""  # Name of the collective for which it was measured; empty: for all.
+    num_ranks: int = 0  # Number of ranks with which it was measured; 0: for any.
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """The performance of a rank's hardware.
-
-    Attributes:
-        name: Name of the profile.
-        device: Type of the device; with ``cpu`` the host itself computes.
-        memory_nbytes: Bytes of a device's memory.
-        overlap: Part of a collective's time that does not slow concurrent compute: 1 if a separate
-            engine moves the bytes, 0 if the processor that computes moves them.
-        operator_s: Seconds of the host's work for an operator.
-        sharded_operator_s: Seconds of its work for an optimizer's operator on a sharded parameter.
-        group_s: Seconds of its work for a group's forward or backward, in addition to operators.
-        kernel_s: Seconds of the device's work for the smallest operator.
-        host_bytes_per_s: Bytes per second between device and host.
-        peak: The most floating-point operations per second, by dtype.
-        products: Rates of matrix products by dtype: (operations, operations per second).
-        memory: Rates of other operators by kind: (bytes read and written, bytes per second). Kinds
-            are ``new`` (the result has new memory), ``in_place``, ``function`` (such as exp), and
-            ``host`` (of offloaded tensors).
-        links: Links, those of the shortest span first; empty if one rank was measured.
-    """
+    """The performance of a rank's hardware."""
 
     name: str
-    device: str
-    memory_nbytes: float
+    device: str  # Type of the device; with ``cpu`` the host itself computes.
+    memory_nbytes: float  # Bytes of a device's memory.
+    # Part of a collective's time that does not slow concurrent compute: 1 if a separate engine
+    # moves the bytes, 0 if the processor that computes moves them.
     overlap: float
-    operator_s: float
+    operator_s: float  # Seconds of the host's work for an operator.
+    # Seconds of its work for an optimizer's operator on a sharded parameter.
     sharded_operator_s: float
+    # Seconds of its work for a group's forward or backward, in addition to operators.
     group_s: float
-    kernel_s: float
-    host_bytes_per_s: float
-    peak: dict[str, float]
+    kernel_s: float  # Seconds of the device's work for the smallest operator.
+    host_bytes_per_s: float  # Bytes per second between device and host.
+    peak: dict[str, float]  # The most floating-point operations per second, by dtype.
+    # Rates of matrix products by dtype: (operations, operations per second).
     products: dict[str, Curve]
+    # Rates of other operators by kind: (bytes read and written, bytes per second). Kinds are
+    # ``new`` (the result has new memory), ``in_place``, ``function`` (such as exp), and ``host``
+    # (of offloaded tensors).
     memory: dict[str, Curve]
+    # Links, those of the shortest span first; empty if one rank was measured.
     links: tuple[Route, ...]
 
     def check_run(self, device: str, num_ranks: int) -> None:
@@ -228,10 +210,10 @@ def _route(field: str, found: Any) -> Route:
     )
 
 
-def _check_names(what: str, found: dict[str, Any], kind: type) -> None:
-    fields: Any = kind.__dict__["__dataclass_fields__"]
-    if others := sorted(set(found) - set(fields)):
-        _refuse(what, f"one of {', '.join(fields)}", others[0])
+def _check_names(what: str, found: dict[str, Any], kind: Any) -> None:
+    names = [field.name for field in fields(kind)]
+    if others := sorted(set(found) - set(names)):
+        _refuse(what, f"one of {', '.join(names)}", others[0])
 
 
 def _refuse(field: str, expected: str, found: Any) -> NoReturn:
@@ -287,7 +269,7 @@ def _curve(field: str, found: Any) -> Curve:
 def profile_text(profile: HardwareProfile, about: str) -> str:
     """Return a profile as TOML, with a comment in front."""
     tables = ("peak", "products", "memory")
-    plain = [key for key in HardwareProfile.__dataclass_fields__ if key not in (*tables, "links")]
+    plain = [each.name for each in fields(profile) if each.name not in (*tables, "links")]
     lines = [f"# {line}" for line in about.splitlines()]
     lines += [f"{key} = {_shown(getattr(profile, key))}" for key in plain]
     for key in tables:
@@ -295,7 +277,7 @@ def profile_text(profile: HardwareProfile, about: str) -> str:
         lines += [f"{name} = {_shown(value)}" for name, value in getattr(profile, key).items()]
     for link in profile.links:
         lines += ["", "[[links]]"]
-        lines += [f"{key} = {_shown(getattr(link, key))}" for key in Route.__dataclass_fields__]
+        lines += [f"{each.name} = {_shown(getattr(link, each.name))}" for each in fields(link)]
     return "\n".join(lines) + "\n"
 
 

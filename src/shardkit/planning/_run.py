@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardkit._errors import ConfigError, OptimizerError
 from shardkit._events import observed_by
@@ -43,33 +40,24 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A model, and how to train it. `dataclasses.replace` makes variants.
+    """A model, and how to train it. `dataclasses.replace` makes variants."""
 
-    Attributes:
-        model: Model that is not sharded; each dry run takes a copy on meta.
-        batch: Inputs of the model on meta, positional or by name: one micro-batch of a rank.
-        mesh: Size of each axis: (shard,) or (replicate, shard).
-        device: Type of the devices: ``cpu``, or an accelerator.
-        rank: Number of the rank.
-        options: Options of `auto_shard`.
-        shard: Function of model and mesh that shards, in place of `auto_shard`.
-        recompute: Options of `checkpoint_activations`; None: nothing is recomputed.
-        optimizer: Function of the parameters that makes the optimizer; None: there is none.
-        loss: Function of the model's output that returns the loss.
-        accumulate: Number of micro-batches in a step.
-    """
-
-    model: nn.Module
+    model: nn.Module  # Model that is not sharded; each dry run takes a copy on meta.
+    # Inputs of the model on meta, positional or by name: one micro-batch of a rank.
     batch: tuple[Any, ...] | dict[str, Any]
-    mesh: tuple[int, ...]
-    device: str = "cuda"
+    mesh: tuple[int, ...]  # Size of each axis: (shard,) or (replicate, shard).
+    device: str = "cuda"  # Type of the devices: ``cpu``, or an accelerator.
     rank: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # Options of `auto_shard`.
+    # Function of model and mesh that shards, in place of `auto_shard`.
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None
+    # Options of `checkpoint_activations`; None: nothing is recomputed.
     recompute: Mapping[str, Any] | None = None
+    # Function of the parameters that makes the optimizer; None: there is none.
     optimizer: MakeOptimizer | None = torch.optim.AdamW
+    # Function of the model's output that returns the loss.
     loss: Callable[[Any], Tensor] | None = None
-    accumulate: int = 1
+    accumulate: int = 1  # Number of micro-batches in a step.
 
     @property
     def on_cpu(self) -> bool:
@@ -79,21 +67,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The records of a dry run.
-
-    Attributes:
-        meter: Records of memory, collectives and events.
-        begin: Position at which the second step began.
-        first_collective: Number of collectives before that position.
-        padding_nbytes: Bytes of this rank's shards that belong to no parameter.
-        num_params: Number of elements of all parameters.
-    """
+    """The records of a dry run."""
 
     meter: MemoryMeter
-    begin: int
-    first_collective: int
-    padding_nbytes: int
-    num_params: int
+    begin: int  # Position at which the second step began.
+    first_collective: int  # Number of collectives before that position.
+    padding_nbytes: int  # Bytes of this rank's shards that belong to no parameter.
+    num_params: int  # Number of elements of all parameters.
 
     @property
     def peak_nbytes(self) -> int:
@@ -155,11 +135,8 @@ def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
 def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
     """Shard a copy of the model and make two steps, of which the second is like all that follow.
 
-    The steps train, also where gradients are off around this call.
-
-    Args:
-        run: Run to try.
-        is_timed: Whether operators are recorded, for `time_of`.
+    The steps train, also where gradients are off around this call. If they are timed, operators are
+    recorded, for `time_of`.
 
     Raises:
         ConfigError: An operator of the model needs values, which tensors on meta lack; or the model
@@ -319,7 +296,7 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError, OptimizerError) as error:
-        text, where = str(error), meter.failed or "the model"
+        text, where = str(error).rstrip(". \n"), meter.failed or "the model"
         if "meta" not in text.lower():
             raise
         msg = (
@@ -330,13 +307,13 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
         if "expected device" in text:
             msg = (
                 f"a plan computes on meta, and the forward of {where} has a tensor elsewhere: "
-                f"{text} Make it a buffer of the model (register_buffer)."
+                f"{text}. Make it a buffer of the model (register_buffer)."
             )
         if meter.observer.phase == "optimizer":
             msg = (
                 f"a plan computes nothing, and a step of the optimizer needs values, or a device "
-                f"other than meta: {text} Plan with a plain optimizer that has as much state, such "
-                f"as torch.optim.AdamW without fused=True."
+                f"other than meta: {text}. Plan with a plain optimizer that has as much state, "
+                f"such as torch.optim.AdamW without fused=True."
             )
         raise ConfigError(msg) from error
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from shardkit.planning._run import DryRun, Run
 
 _NUM_MODULES = 10
-_OF_MEMORY = ("allocate", "free", "take", "return")
 _OPS = {"gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 _ROUNDING_S = 1e-15
 
@@ -154,8 +153,7 @@ class _Tasks:
         self._on_cpu = run.on_cpu
         self._world_size = math.prod(run.mesh)
         self._tasks: list[Task] = []
-        self._host: Task | None = None
-        self._compute: Task | None = None
+        self._last: dict[str, Task] = {}  # Of each lane.
         self._busy_s = self._host_s = 0.0
         self._name = ""
         self._under_way: defaultdict[tuple[str, int], list[Task]] = defaultdict(list)
@@ -180,7 +178,7 @@ class _Tasks:
     def _edge(self, event: StepEvent, *, is_begin: bool) -> None:
         """Process the start or the end of an event."""
         begun = self._begun
-        if event.kind not in _OF_MEMORY:
+        if event.kind not in {"allocate", "free", "take", "return"}:
             self._begun = None
         if is_begin and event.kind in _OPS:
             self._collective(event)
@@ -199,8 +197,8 @@ class _Tasks:
             self._take(event.nbytes)
         elif not self._on_cpu and event.kind == "return":
             self._end_segment(self._name)
-            last = self._compute if event.name.startswith("unsharded") else self._last("reduce")
-            self._returned[event.nbytes].append(last)
+            lane = "compute" if event.name.startswith("unsharded") else "reduce"
+            self._returned[event.nbytes].append(self._last.get(lane))
 
     def _operator(self, operator: Operator) -> None:
         self._joined = None
@@ -217,23 +215,18 @@ class _Tasks:
             if self._on_cpu:
                 self._add("compute", self._busy_s + self._host_s, ())
             else:
-                before = self._host
-                self._host = self._add("host", self._host_s, ())
+                before = self._last.get("host")
+                issued = self._add("host", self._host_s, ())
                 self._add("compute", self._busy_s, (before,))
-                self._add("compute", 0.0, (self._host,))  # It ends after it was issued.
+                self._add("compute", 0.0, (issued,))  # It ends after it was issued.
             self._busy_s = self._host_s = 0.0
         self._name = name
 
     def _add(self, lane: str, seconds: float, after: Iterable[Task | None], link: str = "") -> Task:
         known = [task for task in after if task is not None]
-        task = Task(lane, seconds, known, self._name, link)
+        task = self._last[lane] = Task(lane, seconds, known, self._name, link)
         self._tasks.append(task)
-        if lane == "compute":
-            self._compute = task
         return task
-
-    def _last(self, lane: str) -> Task | None:
-        return next((task for task in reversed(self._tasks) if task.lane == lane), None)
 
     def _take(self, nbytes: int) -> None:
         """Let the next gather wait for its memory; memory from compute is taken first."""
@@ -256,8 +249,9 @@ class _Tasks:
             task.name = f"{task.name}, {event.name}"
             task.seconds += max(seconds - self._sent_s(event, joined[2]), 0.0)
         else:
-            begun = self._compute if self._on_cpu or lane == "reduce" else None
-            task = self._add(lane, seconds, (begun, self._host, *self._taken), event.axis or "all")
+            begun = self._last.get("compute") if self._on_cpu or lane == "reduce" else None
+            before = (begun, self._last.get("host"), *self._taken)
+            task = self._add(lane, seconds, before, event.axis or "all")
             self._taken = []
         self._name, self._joined = name, (event.kind, task, nbytes)
         self._begun = task if event.kind == "reduce_scatter" else None
@@ -281,37 +275,25 @@ class _Tasks:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A task that takes time on a lane.
+    """A task that takes time on a lane."""
 
-    Attributes:
-        lane: Name of the lane on which it runs: ``host``, ``compute``, or a stream of collectives.
-            Tasks of a lane run one after another, in the given order.
-        seconds: Time that it takes if nothing else runs.
-        after: Tasks that must end before it begins.
-        name: Name of the task.
-        link: Name of the link on which it sends bytes; empty: it sends none.
-        begin: Start in seconds; set by `replay`.
-        end: Time of the end.
-    """
-
+    # Name of the lane on which it runs: ``host``, ``compute``, or a stream of collectives. Tasks of
+    # a lane run one after another, in the given order.
     lane: str
-    seconds: float
-    after: Sequence[Task] = ()
+    seconds: float  # Time that it takes if nothing else runs.
+    after: Sequence[Task] = ()  # Tasks that must end before it begins.
     name: str = ""
-    link: str = ""
-    begin: float = -1.0
-    end: float = -1.0
+    link: str = ""  # Name of the link on which it sends bytes; empty: it sends none.
+    begin: float = -1.0  # Start in seconds; set by `replay`.
+    end: float = -1.0  # Time of the end.
 
 
 def replay(tasks: Iterable[Task], overlap: float) -> float:
     """Set the times of tasks, and return the time at which the last one ends.
 
-    Collectives on one link share it. A collective and compute at the same time slow each other
-    down: if both take a second alone, they take ``2 - overlap`` seconds together.
-
-    Args:
-        tasks: Tasks, each one after all tasks that it waits for.
-        overlap: Part of a collective that does not slow concurrent compute.
+    Each task comes after all tasks that it waits for. Collectives on one link share it. A
+    collective and compute at the same time slow each other down: if both take a second alone, they
+    take ``2 - overlap`` seconds together.
     """
     lanes: dict[str, deque[Task]] = defaultdict(deque)
     for task in tasks:

@@ -17,18 +17,12 @@ _NUM_TRIPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A comparison with rank 0's clock, or a line through two; converts times to rank 0's.
+    """A comparison with rank 0's clock, or a line through two; converts times to rank 0's."""
 
-    Attributes:
-        at_s: Time of the first comparison in seconds of this rank's clock.
-        offset_s: Seconds by which rank 0's clock was ahead at that time.
-        drift: Seconds that rank 0's clock gains in each second of this rank's clock.
-        error_s: Largest possible error of `offset_s` in seconds: half of the fastest round trip.
-    """
-
-    at_s: float = 0.0
-    offset_s: float = 0.0
-    drift: float = 0.0
+    at_s: float = 0.0  # Time of the first comparison in seconds of this rank's clock.
+    offset_s: float = 0.0  # Seconds by which rank 0's clock was ahead at that time.
+    drift: float = 0.0  # Seconds that rank 0's clock gains in each second of this rank's clock.
+    # Largest possible error of `offset_s` in seconds: half of the fastest round trip.
     error_s: float = 0.0
 
     @classmethod

@@ -68,24 +68,15 @@ _FIRST, _SECOND = frozenset({"gather", "reduce_scatter"}), "all_reduce"
 
 
 class TimeSlice(NamedTuple):
-    """A part of a rank's step.
+    """A part of a rank's step."""
 
-    Attributes:
-        begin: Time in seconds of rank 0's clock.
-        end: Time in seconds of rank 0's clock.
-        step: Number of the step.
-        phase: Name of the phase: data, forward, backward or optimizer.
-        group: Name of the group; "" for no group.
-        cause: Cause, as in the module's table.
-        late_rank: Number of the rank that came late, or whose link is slow; -1 for other causes.
-    """
-
-    begin: float
-    end: float
-    step: int
-    phase: str
-    group: str
-    cause: str
+    begin: float  # Time in seconds of rank 0's clock.
+    end: float  # Time in seconds of rank 0's clock.
+    step: int  # Number of the step.
+    phase: str  # Name of the phase: data, forward, backward or optimizer.
+    group: str  # Name of the group; "" for no group.
+    cause: str  # Cause, as in the module's table.
+    # Number of the rank that came late, or whose link is slow; -1 for other causes.
     late_rank: int = -1
 
     @property
@@ -131,11 +122,7 @@ class _Awaited(NamedTuple):
 
 
 class Waits:
-    """The waits of all ranks, cut by their causes.
-
-    Args:
-        records: Records of all ranks.
-    """
+    """The waits of all ranks, cut by their causes."""
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
         self._sets: dict[tuple[int, ...], int] = {}
@@ -350,12 +337,7 @@ def _of_cause(span: _Span, begin: float, end: float, late: int) -> _Span:
 
 
 def slices_of(record: RankRecord, waits: Waits) -> list[TimeSlice]:
-    """Return a rank's steps as slices, in order.
-
-    Args:
-        record: Record of the rank.
-        waits: Waits of all ranks.
-    """
+    """Return a rank's steps as slices, in order."""
     computing = (
         _Span(event.begin, event.end, event.name, COMPUTE)
         for event in record.events

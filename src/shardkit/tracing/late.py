@@ -59,30 +59,19 @@ _NORMAL = 1.4826  # from the median of absolute values to a standard deviation
 
 
 class LateRank(NamedTuple):
-    """A rank that others wait for.
+    """A rank that others wait for."""
 
-    Attributes:
-        rank: Number of the rank.
-        phase: Phase in which it is behind.
-        group: Group in which it is behind; "" outside of groups.
-        kind: ``slow``: in each step; ``irregular``: in some steps; ``slow link``, ``irregular
-            link``: the delay is not in its own work, but in what it sends or receives.
-        seconds: Delay in such a step, in seconds.
-        share: Delay as a part of a step.
-        first_step: Number of the first such step.
-        num_steps: Number of such steps.
-        is_unsure: Whether the links of all other ranks may be the cause instead.
-    """
-
-    rank: int
-    phase: str
-    group: str
+    rank: int  # Number of the rank.
+    phase: str  # Phase in which it is behind.
+    group: str  # Group in which it is behind; "" outside of groups.
+    # ``slow``: in each step; ``irregular``: in some steps; ``slow link``, ``irregular link``: the
+    # delay is not in its own work, but in what it sends or receives.
     kind: str
-    seconds: float
-    share: float
-    first_step: int
-    num_steps: int
-    is_unsure: bool = False
+    seconds: float  # Delay in such a step, in seconds.
+    share: float  # Delay as a part of a step.
+    first_step: int  # Number of the first such step.
+    num_steps: int  # Number of such steps.
+    is_unsure: bool = False  # Whether the links of all other ranks may be the cause instead.
 
     def __str__(self) -> str:
         where = f"{self.phase} of {self.group}" if self.group else self.phase
@@ -97,11 +86,7 @@ class LateRank(NamedTuple):
 
 
 def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
-    """Return ranks that are late, the most costly one first.
-
-    Args:
-        by_rank: Slices of each rank, as `slices_of` returns them.
-    """
+    """Return ranks that are late, by the slices of each rank; the most costly one first."""
     if len(by_rank) < 2:  # noqa: PLR2004 - no other rank to compare with
         return []
     tables = {"": _own_seconds(by_rank), " link": _link_seconds(by_rank)}
@@ -308,11 +293,7 @@ def _extent(values: Sequence[float], level: float) -> range:
 
 
 def _group_of(
-    of_group: Mapping[int, _Seconds],
-    rank: int,
-    phase: str,
-    steps: Sequence[int],
-    seconds: float,
+    of_group: Mapping[int, _Seconds], rank: int, phase: str, steps: Sequence[int], seconds: float
 ) -> str:
     """Return the group in which a rank is behind most, if that is at least half of the delay."""
     groups = {group for _, of, group in of_group[rank] if of == phase and group}

@@ -33,22 +33,15 @@ _PLANNED = {"compute": (0, COMPUTE), "gather": (1, "gather"), "reduce": (2, "red
 _KEYS = list(LOOKS)
 _US = 1e6
 _MAX_ROWS = 200
-
-
 _ROUNDED_S = 1e-9  # Differences of times are rounded.
 
 
 class PlannedStep(NamedTuple):
-    """The step that ``python -m shardkit plan --hardware ... --json`` predicts.
+    """The step that ``python -m shardkit plan --hardware ... --json`` predicts."""
 
-    Attributes:
-        seconds: Time of the step.
-        exposed_s: Part of it that collectives cost.
-        spans: Lane, name, begin and end of all work, from the start of the step on.
-    """
-
-    seconds: float
-    exposed_s: float
+    seconds: float  # Time of the step.
+    exposed_s: float  # Part of it that collectives cost.
+    # Lane, name, begin and end of all work, from the start of the step on.
     spans: list[tuple[str, str, float, float]]
 
     @classmethod
@@ -87,13 +80,7 @@ class PlannedStep(NamedTuple):
 
 
 def write_page(trace: Trace, path: Path, plan: PlannedStep | None = None) -> None:
-    """Write the page.
-
-    Args:
-        trace: Records of all ranks.
-        path: File to write.
-        plan: Planned step; it is shown at the start of each step of the first rank.
-    """
+    """Write the page; it shows a plan at the start of each step of the first rank."""
     content = json.dumps(_content(trace, plan), separators=(",", ":")).replace("<", "\\u003c")
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     path.write_text(template.replace("DATA_OF_THE_PAGE", content), encoding="utf-8")

@@ -23,12 +23,7 @@ _US = 1e6
 
 
 def write_perfetto(trace: Trace, path: Path) -> None:
-    """Write ``.json.gz``; times are of rank 0's clock, from the first event on.
-
-    Args:
-        trace: Records of all ranks.
-        path: File to write.
-    """
+    """Write ``.json.gz``; times are of rank 0's clock, from the first event on."""
     with gzip.open(path, "wt", compresslevel=4, encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""

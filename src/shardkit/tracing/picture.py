@@ -55,10 +55,7 @@ def color_key(cause: str) -> str:
 def draw(trace: Trace, path: Path, step: int | None = None) -> None:
     """Draw one step of up to 16 ranks into a file, in the format of its suffix.
 
-    Args:
-        trace: Records of all ranks.
-        path: File to write, such as ``trace.png`` or ``trace.svg``.
-        step: Number of the step; None: one in the middle of those that most ranks have.
+    Without a number of the step, it is one in the middle of those that most ranks have.
 
     Raises:
         StateError: No rank has recorded this step, or matplotlib is not installed.

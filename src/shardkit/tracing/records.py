@@ -48,49 +48,31 @@ _WORDS = tuple(name for name in _FIELDS if name not in (*_NUMBERS, *_TIMES))
 
 @dataclass(slots=True)
 class RankHeader:
-    """The part of a file before the events.
-
-    Attributes:
-        rank: Number of the rank.
-        world_size: Number of ranks.
-        host: Name of its host.
-        device: Type of its device.
-        run: Name of the record, the same on all ranks; each record has another one.
-        axes: Ranks that communicate over each axis, by the axis' name in events and their number,
-            such as ``shard 4``.
-        clock: Clock of this rank, as known when the record begins.
-    """
+    """The part of a file before the events."""
 
     rank: int
     world_size: int
-    host: str = ""
-    device: str = "cpu"
-    run: str = ""
+    host: str = ""  # Name of its host.
+    device: str = "cpu"  # Type of its device.
+    run: str = ""  # Name of the record, the same on all ranks; each record has another one.
+    # Ranks that communicate over each axis, by the axis' name in events and their number, such as
+    # ``shard 4``.
     axes: dict[str, list[int]] = field(default_factory=dict)
+    # Clock of this rank, as known when the record begins.
     clock: Clock = field(default_factory=Clock)
 
 
 @dataclass(slots=True)
 class RankRecord:
-    """A rank's record in memory.
+    """A rank's record in memory."""
 
-    Attributes:
-        header: Header of the file, with the last clock that is known.
-        events: Events in the order of their start, in seconds of rank 0's clock.
-        is_whole: Whether the record is complete, and not cut off.
-    """
-
-    header: RankHeader
-    events: Sequence[StepEvent]
-    is_whole: bool = True
+    header: RankHeader  # Header of the file, with the last clock that is known.
+    events: Sequence[StepEvent]  # Events in the order of their start, in seconds of rank 0's clock.
+    is_whole: bool = True  # Whether the record is complete, and not cut off.
 
 
 class PackedEvents(Sequence[StepEvent]):
-    """Events of a file, in a quarter of the memory; each event is made on access.
-
-    Args:
-        columns: Column of each field.
-    """
+    """Events of a file, in a quarter of the memory; each event is made on access."""
 
     def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
         begins = columns["begin"]
@@ -113,12 +95,7 @@ class PackedEvents(Sequence[StepEvent]):
 
 
 class RecordFile:
-    """A rank's file while it is written.
-
-    Args:
-        folder: Folder of all ranks' files; it is made.
-        header: Facts that are known at the beginning.
-    """
+    """A rank's file while it is written, in the folder of all ranks' files, which it makes."""
 
     def __init__(self, folder: Path, header: RankHeader) -> None:
         folder.mkdir(parents=True, exist_ok=True)

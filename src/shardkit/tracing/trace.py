@@ -22,32 +22,20 @@ if TYPE_CHECKING:
 
 
 class Share(NamedTuple):
-    """A part of all ranks' time.
+    """A part of all ranks' time."""
 
-    Attributes:
-        group: Name of the group; "" for no group.
-        cause: Cause, as in `exposed`.
-        seconds: Seconds of a step, on average over steps and ranks.
-    """
-
-    group: str
-    cause: str
-    seconds: float
+    group: str  # Name of the group; "" for no group.
+    cause: str  # Cause, as in `exposed`.
+    seconds: float  # Seconds of a step, on average over steps and ranks.
 
 
 @dataclass(slots=True)
 class Trace:
-    """The records of all ranks.
+    """The records of all ranks."""
 
-    Attributes:
-        records: Records in rank order.
-        slices: Slices of each rank's steps, by rank.
-        late: Ranks that are late.
-    """
-
-    records: list[RankRecord]
-    slices: dict[int, list[TimeSlice]]
-    late: list[LateRank]
+    records: list[RankRecord]  # Records in rank order.
+    slices: dict[int, list[TimeSlice]]  # Slices of each rank's steps, by rank.
+    late: list[LateRank]  # Ranks that are late.
 
     @classmethod
     def read(cls, folder: Path) -> Trace:

@@ -142,3 +142,6 @@ def test_nothing_is_asked_with_default_and_nothing_overwritten(tmp_path: pathlib
     assert call("--config_file", file, "--default", "--overwrite").exit_code == 0
     assert from_config(file).settings.precision == "no"
     assert [path.name for path in file.parent.iterdir()] == ["fsdp.yaml"]
+    folder = call("--config_file", file.parent, "--default", "--overwrite")
+    assert "is a directory" in folder.output
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]

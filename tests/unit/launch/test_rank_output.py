@@ -129,6 +129,13 @@ def test_a_diagnosis_of_all_is_shown_once(tmp_path: pathlib.Path) -> None:
     assert text.endswith("RankMismatchError: ranks parted")
 
 
+def test_a_failure_without_a_word_is_listed(tmp_path: pathlib.Path) -> None:
+    first = error_file(tmp_path, 0, 0, 5.0, "ValueError: bad batch")
+    second = error_file(tmp_path, 0, 1, 6.0, "")  # A script may write its file itself.
+    failures = [ProcessFailure(rank, 11, 1, file) for rank, file in enumerate((first, second))]
+    assert "rank 3: no message\n" in report(failures_of(child_failed(*failures), tmp_path), 2)
+
+
 def test_ranks_that_torchrun_ended_have_not_failed(tmp_path: pathlib.Path) -> None:
     nothing = str(tmp_path / "nothing")
     ended = ProcessFailure(0, 11, -signal.SIGTERM, nothing)

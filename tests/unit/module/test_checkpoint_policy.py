@@ -201,6 +201,7 @@ def untouched(model: nn.Module) -> bool:
         ({"policy": {"block.*": {}}}, r"no module of this Model has the name 'block\.\*'"),
         ({"policy": "balanced"}, r"'balanced' chooses groups to shard.* Leave policy out"),
         ({"policy": "NO_WRAP"}, r"'NO_WRAP' chooses groups to shard.* Leave policy out"),
+        ({"classes": []}, r"policy \(\) chooses no module of this Model\. Classes in"),
         ({"every": 5}, r"of 4 modules found in this Model none is chosen by every=5"),
         ({"every": 0}, r"every must be an int of at least 1, got 0"),
         ({"every": True}, r"every must be an int of at least 1, got True"),

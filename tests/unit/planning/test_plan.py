@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import threading
 import typing
 
@@ -286,8 +287,9 @@ class StopsByValue(torch.optim.SGD):
 def test_an_optimizer_that_needs_values_or_a_device_is_not_taken_for_the_model() -> None:
     fused = functools.partial(torch.optim.SGD, fused=True)
     for optimizer in (StopsByValue, fused, lambda params: LocalOptimizer(params, AdamW)):
-        with pytest.raises(ConfigError, match="a step of the optimizer needs values"):
+        with pytest.raises(ConfigError, match="a step of the optimizer needs values") as caught:
             planned(optimizer=optimizer)
+        assert re.search(r"[^.\s]\. Plan with a plain optimizer", str(caught.value))
 
 
 def test_a_model_that_trains_nothing_is_refused() -> None:
@@ -324,6 +326,8 @@ def test_an_error_of_the_model_names_the_batch() -> None:
 def test_arguments_that_fit_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank must be from 0 to 3"):
         planned(rank=4)
+    with pytest.raises(ConfigError, match="accumulate must be 1 micro-batch of a step or more"):
+        planned(accumulate=0)
     with pytest.raises(ConfigError, match="optimizer must be one of adamw, adam, sgd, none"):
         planned(optimizer="lion")
     with pytest.raises(ConfigError, match="shard takes the place of policy"):

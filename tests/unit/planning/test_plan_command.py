@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from shardkit import ConfigError
 from shardkit._cli import app
+from shardkit.planning import _calibrate
 from shardkit.planning._command import read_batch, read_shape, read_size
+from shardkit.planning._profile import read_profile
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -49,8 +51,9 @@ def test_batches_are_read() -> None:
     assert (mask.dtype, mask.device.type) == (torch.bool, "meta")
     named = read_batch(["input_ids=1x4", "labels=1x4"])
     assert list(named) == ["input_ids", "labels"]
-    with pytest.raises(ConfigError, match="for each input or for none"):
-        read_batch(["1x4", "labels=1x4"])
+    for texts in (["1x4", "labels=1x4"], ["labels=1x4", "labels=1x8"]):
+        with pytest.raises(ConfigError, match="for each input or for none"):
+            read_batch(texts)
     with pytest.raises(ConfigError, match="a dtype of torch"):
         read_batch(["1x4:float99"])
 
@@ -153,6 +156,15 @@ def test_a_config_without_ranks_needs_a_mesh(
         result = _run(tmp_path, monkeypatch, "planned_module:with_batch", *args)
         assert result.exit_code == 1
         assert "--mesh must be given, such as 512x8, or a --config" in result.stderr
+
+
+def test_what_was_measured_is_written_into_a_new_folder(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, file = read_profile("cpu"), tmp_path / "new" / "here.toml"
+    monkeypatch.setattr(_calibrate, "calibrate", lambda _: profile)
+    assert CliRunner().invoke(app, ["plan", "--calibrate", str(file)]).exit_code == 0
+    assert read_profile(str(file)).name == profile.name
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,9 @@ def test_shapes_of_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert strategy("replicate").mesh_shape(8) == (8, 1)
     assert strategy("zero3").mesh_shape(8) == (8,)
     assert strategy("hybrid").mesh_shape(8, 2) == (4, 2)
+    for number in (0, -2):
+        with pytest.raises(MeshError, match=f"8 ranks in copies of {number}"):
+            strategy("hybrid").mesh_shape(8, number)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert strategy("hybrid").mesh_shape(8) == (2, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

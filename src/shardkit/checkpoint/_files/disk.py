@@ -302,7 +302,7 @@ def is_plain_name(name: object) -> bool:
     """Whether a name is a file name without a directory."""
     if not isinstance(name, str) or len(name) > _MAX_NAME_LEN:
         return False
-    if "\0" in name or "/" in name or os.sep in name:
+    if "\0" in name or "/" in name:
         return False
     return bool(name.strip("."))
 

@@ -59,21 +59,6 @@ _NESTED_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Where training scripts put the model's state dict."""
 
 
-def read_at(fd: int, offset: int, flat: Tensor, path: Path) -> None:
-    """Fill a 1-D contiguous tensor on the host from a file; raise if the file is too short."""
-    buffer = bytes_of(flat)
-    while len(buffer):
-        # One call reads 2 GiB at most.
-        count = os.preadv(fd, [buffer], offset)
-        if count == 0:
-            msg = (
-                f"{path} ends at byte {offset}, but {len(buffer)} bytes more were expected: it was "
-                f"truncated. Fetch or write it again."
-            )
-            raise CheckpointError(msg)
-        buffer, offset = buffer[count:], offset + count
-
-
 class _OpenFile(Source):
     """One file to read from, open until nothing refers to it."""
 
@@ -83,6 +68,20 @@ class _OpenFile(Source):
         self.others: dict[str, Any] = {}
         self._fd = open_regular(path)
         self.close = weakref.finalize(self, os.close, self._fd)
+
+    def read_at(self, offset: int, flat: Tensor) -> None:
+        """Fill a 1-D contiguous tensor on the host; raise if the file is too short."""
+        buffer = bytes_of(flat)
+        while len(buffer):
+            # One call reads 2 GiB at most.
+            count = os.preadv(self._fd, [buffer], offset)
+            if count == 0:
+                msg = (
+                    f"{self.path} ends at byte {offset}, but {len(buffer)} bytes more were "
+                    f"expected: it was truncated. Fetch or write it again."
+                )
+                raise CheckpointError(msg)
+            buffer, offset = buffer[count:], offset + count
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +127,14 @@ class TorchFile(_OpenFile):
             return
         place, info = self._places[name], self.infos[name]
         if place.strides is None:
-            read_at(self._fd, place.offset + start * out.itemsize, out, self.path)
+            self.read_at(place.offset + start * out.itemsize, out)
         else:
             row_numel, stop = math.prod(info.shape[1:]), start + out.numel()
             first, last = start // row_numel, -(-stop // row_numel)
             shape = (last - first, *info.shape[1:])
             span = 1 + sum((n - 1) * s for n, s in zip(shape, place.strides, strict=True))
             memory = torch.empty(span, dtype=info.dtype, device="cpu")
-            read_at(
-                self._fd, place.offset + first * place.strides[0] * out.itemsize, memory, self.path
-            )
+            self.read_at(place.offset + first * place.strides[0] * out.itemsize, memory)
             rows = memory.as_strided(shape, place.strides).reshape(-1)
             out.copy_(rows[start - first * row_numel : stop - first * row_numel])
         if place.is_conj:
@@ -315,9 +312,7 @@ def without_memory(info: TensorInfo) -> Tensor:
 
 
 def torch_writer(
-    path: Path,
-    infos: Mapping[str, TensorInfo],
-    arrange: Callable[[dict[str, Tensor]], Any],
+    path: Path, infos: Mapping[str, TensorInfo], arrange: Callable[[dict[str, Tensor]], Any]
 ) -> TensorWriter:
     """Open a file to write tensor by tensor; `arrange` makes its content of empty tensors.
 
@@ -496,7 +491,7 @@ class SafetensorsFile(_OpenFile):
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` from `start` on."""
-        read_at(self._fd, self._offsets[name] + start * out.itemsize, out, self.path)
+        self.read_at(self._offsets[name] + start * out.itemsize, out)
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         size = os.fstat(self._fd).st_size
@@ -713,9 +708,9 @@ class FullWriter:
     libraries expect.
 
     Names in `tied` belong to tensors that repeat another one; they are not written themselves. A
-    torch file holds them as tied, a safetensors file holds that other
-    tensor only. One torch file may also have `others`, which are no tensors. `arrange` gets these
-    and the tensors, still empty, by name, and returns the content of that file.
+    torch file holds them as tied, a safetensors file holds that other tensor only. One torch file
+    may also have `others`, which are no tensors. `arrange` gets these and the tensors, still empty,
+    by name, and returns the content of that file.
     """
 
     def __init__(  # noqa: PLR0913 - the content, and how it is written
