@@ -400,3 +400,21 @@ def test_parameters_are_sharded_after_a_root_was_refused_at_the_end_of_its_forwa
     with pytest.raises(StateError, match="requires_grad of 'weight' was changed"):
         model(torch.ones(2, 4))
     assert all(isinstance(param, ShardedTensor) for param in model.parameters())
+
+
+@on_ranks(2)
+def test_what_an_interrupted_functional_call_was_given_is_not_used_again() -> None:
+    plain = Fragile()
+    model = shard(FRAGILE, copy.deepcopy(plain))
+    x, _ = my_batch(FRAGILE, 0)
+    first, second = (
+        {name: torch.randn_like(param) for name, param in plain.named_parameters()}
+        for _ in range(2)
+    )
+    for given in ({}, second):
+        fuse.armed, fuse.exception = "forward of a layer", "interrupt"
+        with pytest.raises(KeyboardInterrupt):
+            torch.func.functional_call(model, first, (x,))
+        fuse.armed = None
+        found = torch.func.functional_call(model, given, (x,)) if given else model(x)
+        torch.testing.assert_close(found, torch.func.functional_call(plain, given, (x,)))

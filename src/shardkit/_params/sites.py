@@ -213,6 +213,11 @@ class ParamSites:
             params[attribute] = given
         self._given.clear()
 
+    def forget_given(self) -> None:
+        """Forget a `functional_call` that an interrupt has ended; it has put back what it saved."""
+        self._given.clear()
+        self.was_visible = None
+
     def end_functional_call(self, *, has_memory: bool) -> None:
         """Restore what modules held before a `functional_call`, which puts back what it saved."""
         was_visible = self.was_visible

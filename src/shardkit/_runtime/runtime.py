@@ -818,6 +818,8 @@ class Runtime:
         self.streams.join()  # order: after an error compute waits for all streams
         self.passes.abandon()
         for group in self.groups:
+            for bucket in group.buckets:
+                bucket.sites.forget_given()
             if group.is_shown and group.was_written:
                 keep_own_writes(group, self.streams)
         self.gathers.reset(self.schedule.reset())
