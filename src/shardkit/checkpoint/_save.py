@@ -30,7 +30,7 @@ from shardkit.backends.watch.watchdog import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.writer import CheckpointWriter, SavePlanner, Whole
-from shardkit.checkpoint._files.disk import is_plain, is_sparse, saved_key
+from shardkit.checkpoint._files.disk import SIZE_LIMIT, is_plain, is_sparse, saved_key
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -115,11 +115,12 @@ def check_arguments(model: Any, optimizers: Any) -> None:
 def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any) -> Path:
     """Write a checkpoint; see `save`."""
     rank, step = rank_of(group), job.extra.get("step")
+    is_noted = isinstance(step, numbers.Integral) and abs(int(step)) < SIZE_LIMIT
     with Meter(job.progress, f"saving {job.path.name}", rank=rank) as meter:
         writer = CheckpointWriter(
             job.path,
             overwrite=job.overwrite,
-            step=int(step) if isinstance(step, numbers.Integral) else None,
+            step=int(step) if is_noted else None,  # type: ignore[arg-type]
             report=meter.add,
         )
 

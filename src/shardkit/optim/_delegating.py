@@ -265,14 +265,16 @@ class DelegatingOptimizer(Optimizer, ABC):
         return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 
     def _send_settings(self, inner: Optimizer) -> None:
-        """Copy settings into the inner groups; a tensor there stays the same object."""
+        """Copy settings into the inner groups; a tensor of the class stays the same object."""
         for group, other, sent in zip(
             self.param_groups, inner.param_groups, self._sent, strict=True
         ):
             for key, value in self._settings_of(group).items():
-                current = other.get(key)
+                current, before = other.get(key), sent.get(key)
                 if isinstance(current, Tensor) and isinstance(value, (int, float)):
-                    if sent.get(key) is not value:
+                    if isinstance(before, Tensor):  # The user's own; other groups may share it.
+                        other[key] = torch.full_like(current, value)
+                    elif before is not value:
                         current.fill_(value)
                 else:
                     other[key] = value

@@ -56,6 +56,12 @@ def flip(path: pathlib.Path, offset: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
+def test_a_step_that_is_too_large_for_the_manifest(tmp_path: pathlib.Path) -> None:
+    path = checkpoint.save(tmp_path / "x", nn.Linear(1100, 1000), step=-(2**62))
+    assert load(path) == {"step": -(2**62)}
+    assert manifest.read_header(path).step is None
+
+
 def test_every_flipped_bit_that_is_read_is_found(saved: pathlib.Path) -> None:
     load(saved)
     for name in ("__0_0.distcp", "shardkit.json", ".metadata"):

@@ -235,6 +235,19 @@ def test_settings_that_a_class_counts_are_shown() -> None:
     assert other.param_groups[0]["count"] == 4
 
 
+def test_a_number_in_the_place_of_a_shared_tensor_is_of_its_group_only() -> None:
+    lr = torch.tensor(0.5)  # Both groups have it.
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizer = LocalOptimizer([{"params": [each]} for each in params], torch.optim.SGD, lr=lr)
+    for of_first in (lr, 0.25, 0.125):
+        optimizer.param_groups[0]["lr"] = of_first
+        for param in params:
+            param.grad = torch.ones(4)
+        optimizer.step()
+    assert [param[0].item() for param in params] == [-0.875, -1.5]
+    assert lr.item() == 0.5
+
+
 def test_gradients_are_not_kept() -> None:
     mesh, _ = recording_mesh((2,))
     model = fully_shard(Parameters(), mesh)

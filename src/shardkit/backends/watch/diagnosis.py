@@ -216,7 +216,7 @@ def _is_blocked(status: RankStatus) -> bool:
     """
     if status.wait is not None:
         return status.wait.is_main
-    return status.call is not None and ("barrier" in status.call.name or "obj" in status.call.name)
+    return status.call is not None and "barrier" in status.call.name
 
 
 def _may_come(other: RankStatus, status: RankStatus) -> bool:

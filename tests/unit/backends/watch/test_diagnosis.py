@@ -269,7 +269,7 @@ def test_another_barrier_is_not_the_same() -> None:
     assert not look(rank(0, "abc"), other, suspicion=seen.suspicion).is_final
 
 
-@pytest.mark.parametrize("name", ["broadcast", "all_reduce", "send"])
+@pytest.mark.parametrize("name", ["broadcast", "all_reduce", "send", "gather_object"])
 def test_data_may_be_on_their_way_for_long(name: str) -> None:
     """The other rank may have started it, and gone on."""
     passing(rank(0, "abc"), in_call(1, name, "ab"))
