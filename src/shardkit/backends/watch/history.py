@@ -11,6 +11,7 @@ from shardkit._compat import torch_autograd
 from shardkit._settings import watch_settings
 from shardkit.backends.watch.status import (
     CallStatus,
+    MainThread,
     WaitStatus,
     call_of,
     is_in_backward,
@@ -106,7 +107,7 @@ _NOTE_S = 0.2
 
 def is_main_thread() -> bool:
     """Whether this thread is the main one, or autograd's thread while the main one waits for it."""
-    if threading.get_ident() == threading.main_thread().ident:
+    if threading.get_ident() == MainThread.now.ident:
         return True
     return torch_autograd.in_backward() and is_in_backward(main_frame())
 

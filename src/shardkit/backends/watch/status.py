@@ -53,6 +53,16 @@ class CodePlace:
         return f"{self.file}:{self.line}, `{self.function}`{inside}"
 
 
+class MainThread:
+    """The thread that counts as the main one: the one that trains.
+
+    It is the thread that made the first mesh, then that of the first forward. Once that thread has
+    ended, it is Python's main thread.
+    """
+
+    now = threading.main_thread()
+
+
 def main_frame() -> FrameType | None:
     """Return the innermost frame of the main thread; None if it has ended.
 
@@ -60,7 +70,7 @@ def main_frame() -> FrameType | None:
     a finalizer lets another thread run, which asks for the lock, both wait for ever
     (python/cpython#106883). So nothing is collected meanwhile.
     """
-    ident = threading.main_thread().ident
+    ident = MainThread.now.ident
     assert ident is not None
     with collector_paused():
         return sys._current_frames().get(ident)  # noqa: SLF001 - Python's documented function

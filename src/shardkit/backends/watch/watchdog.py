@@ -44,6 +44,7 @@ from shardkit.backends.watch.rounds import Answering, Rounds, hello
 from shardkit.backends.watch.runs import RunStore, store_of_run
 from shardkit.backends.watch.status import (
     GroupStatus,
+    MainThread,
     RankStatus,
     flight_record,
     instruction_of,
@@ -113,7 +114,7 @@ def raise_in_main_thread(text: str, at: tuple[int, int]) -> None:
             super().__init__(text)
             self.__suppress_context__ = True  # The context is the engine's error, which we caused.
 
-    ident = threading.main_thread().ident
+    ident = MainThread.now.ident
     assert ident is not None, "it has been started"
     if instruction_of(main_frame()) != at:
         return
@@ -342,6 +343,7 @@ class Watchdog:
 
     def _start(self) -> None:
         """Let others find this process, and begin to answer."""
+        MainThread.now = threading.current_thread()
         self._store.set(f"hello/{self.rank}", hello(socket.gethostname(), os.getpid()))
         bottom = self._store.connection
         if hasattr(bottom, "port"):  # Then `python -m shardkit why` can reach the store.
@@ -355,6 +357,8 @@ class Watchdog:
 
     def begin_step(self) -> None:
         """Note where a root's forward begins, for the error if ranks diverge later."""
+        if not self.step:
+            MainThread.now = threading.current_thread()
         self.step += 1
         self._begun.append(lines_of(sys._getframe(1)))  # noqa: SLF001 - documented for this use
 
@@ -479,6 +483,8 @@ class Watchdog:
         if not self._is_in_use():
             self.close("destroyed")
             return
+        if not MainThread.now.is_alive():
+            MainThread.now = threading.main_thread()
         self._see_call()
         now = time.monotonic()
         if self._asker is not None and self._asker.is_alive():
@@ -497,7 +503,7 @@ class Watchdog:
     def _see_call(self) -> None:
         """Note whether the main thread is inside a user's collective."""
         frame = main_frame()
-        is_ours = threading.main_thread().ident in self._waits
+        is_ours = MainThread.now.ident in self._waits
         at = instruction_of(frame) if is_in_collective(frame) and not is_ours else None
         del frame
         if at is None:
