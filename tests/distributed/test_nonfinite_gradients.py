@@ -7,10 +7,11 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from models import CASES
 from reference import make_mesh, my_batch, shard
-from shardkit import NonFiniteGradientError, set_watch
+from shardkit import NonFiniteGradientError, fully_shard, set_watch
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -75,3 +76,11 @@ def test_finite_gradients_pass(spawn: Spawn, check: bool) -> None:
 def test_before_the_first_forward_there_is_nothing_to_check() -> None:
     case = CASES["mlp"]
     shard(case, case.make(), make_mesh((2,))).check_gradients()
+
+
+@on_ranks(2)
+def test_without_parameters_there_is_nothing_to_check() -> None:
+    mesh = make_mesh((2,))
+    model = nn.Sequential(nn.Linear(2, 2), fully_shard(nn.ReLU(), mesh=mesh))
+    fully_shard(model, mesh=mesh)(torch.ones(2)).sum().backward()
+    model[1].check_gradients()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import time
 import typing
@@ -289,6 +290,8 @@ def change_of(name: str) -> typing.Any:
         return mock.patch.dict(os.environ, {"SHARDKIT_SHARED_MEMORY": "0"})
     if name == "other host":
         return mock.patch.object(host_links, "_host", return_value="another")
+    if name == "no socket":
+        return mock.patch.object(host_links.socket, "socket", side_effect=OSError(errno.EMFILE))
     return None
 
 
@@ -302,7 +305,7 @@ def test_ranks_of_one_host_share(spawn: Spawn, size: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("name", ["unwanted", "other host"])
+@pytest.mark.parametrize("name", ["unwanted", "other host", "no socket"])
 def test_none_share_if_one_cannot(spawn: Spawn, name: str, rank: int) -> None:
     assert spawn(connect_with, 3, name, rank) == [(False, False)] * 3
 

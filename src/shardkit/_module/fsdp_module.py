@@ -378,9 +378,8 @@ class FSDPModule(_Base):
 
         Cost: it reads the gradients and waits for the device; one exchange for each mesh axis.
         """
-        runtime = state_of(self).runtime
-        if runtime is not None:
-            groups = [*groups_in(self, recurse=True)]
+        runtime, groups = state_of(self).runtime, [*groups_in(self, recurse=True)]
+        if runtime is not None and groups:
             notes, rank = runtime.backward.finite_notes, groups[0].mesh.rank
             check_gradients(groups, notes, runtime.axes, rank)
 

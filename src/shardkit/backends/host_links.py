@@ -86,21 +86,22 @@ def connect(group: dist.ProcessGroup) -> HostLinks | None:
     with contextlib.ExitStack() as stack:
         address, listener = None, None
         host = _host() if shares_memory() else ""
-        if host:
-            _let_siblings_read()
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            name = f"\0shardkit-{secrets.token_hex(16)}"  # Not in the file system.
-            listener.bind(name)
-            listener.listen(_NUM_USES * _MAX_RANKS)
-            listener.settimeout(CONNECT_S)
-            address = _Address(host, name, secrets.token_bytes(_TOKEN_NBYTES), os.getpid())
+        with contextlib.suppress(OSError):  # The system may forbid parts of this.
+            if host:
+                _let_siblings_read()
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                name = f"\0shardkit-{secrets.token_hex(16)}"  # Not in the file system.
+                listener.bind(name)
+                listener.listen(_NUM_USES * _MAX_RANKS)
+                listener.settimeout(CONNECT_S)
+                address = _Address(host, name, secrets.token_bytes(_TOKEN_NBYTES), os.getpid())
         addresses = exchange(address, group, of)
         if listener is None or any(each is None or each.host != host for each in addresses):
             return None
         rank = group.rank()
         found: dict[tuple[int, int], socket.socket] = {}
         is_connected = False
-        with contextlib.suppress(OSError):  # The system may forbid parts of this.
+        with contextlib.suppress(OSError):
             _meet(listener, rank, addresses, found)
             is_connected = True
         if not all(exchange(is_connected, group, of)):

@@ -141,7 +141,7 @@ def test_an_error_of_the_disk_is_no_damage(
     real = pathlib.Path.stat
 
     def fail(path: pathlib.Path, **options: typing.Any) -> os.stat_result:
-        if path.suffix == ".distcp":
+        if path.suffix == ".distcp" and path.parent == saved:
             raise OSError(errno.EIO, "Input/output error")
         return real(path, **options)
 
@@ -149,6 +149,8 @@ def test_an_error_of_the_disk_is_no_damage(
         patch.setattr(pathlib.Path, "stat", fail)
         with pytest.raises(CheckpointError, match="Input/output error"):
             load(saved)
+        with pytest.raises(CheckpointError, match="was not saved: OSError"):
+            checkpoint.save(saved, step=1)  # Something damaged would be replaced.
     assert checkpoint.latest(saved.parent) == saved
 
 

@@ -139,6 +139,15 @@ def problem(path: Path) -> str:
     return ""
 
 
+def _is_damaged(path: Path) -> bool:
+    """Whether something is missing or damaged; raises an error of the disk, which may pass."""
+    try:
+        again_if_replaced(path, lambda: _check(path))
+    except CheckpointError:
+        return True
+    return False
+
+
 def _check(path: Path) -> None:
     noted = noted_damage(path)
     if noted:
@@ -350,7 +359,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     """
     if not os.path.lexists(path):
         return
-    if not overwrite and not ((path / MANIFEST_FILE).exists() and problem(path)):
+    if not overwrite and not ((path / MANIFEST_FILE).exists() and _is_damaged(path)):
         msg = (
             f"{path} exists. Give each checkpoint a name of its own, such as 'step-1000', or "
             f"replace it by overwrite=True."
