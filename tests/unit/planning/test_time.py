@@ -109,7 +109,8 @@ def test_what_is_offloaded_is_copied_with_its_own_collectives(
     planned: typing.Any, width: int, mesh: typing.Any
 ) -> None:
     profile = _changed(host_bytes_per_s=1e9, links=(Route(1e9, 0.0, ((1.0, 1e15),)),))
-    options = {"mesh": mesh, "width": width, "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    options = {"mesh": mesh, "width": width, "mp_policy": policy}
     time = planned(profile, offload_policy=CPUOffloadPolicy(), **options).time
     num_shards = mesh if isinstance(mesh, int) else mesh[1]
     block, head = (8 * width + 5) * width, 7 * width + 7
