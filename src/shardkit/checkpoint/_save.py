@@ -115,12 +115,12 @@ def check_arguments(model: Any, optimizers: Any) -> None:
 def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any) -> Path:
     """Write a checkpoint; see `save`."""
     rank, step = rank_of(group), job.extra.get("step")
-    is_noted = isinstance(step, numbers.Integral) and abs(int(step)) < SIZE_LIMIT
+    number = int(step) if isinstance(step, numbers.Integral) else None
     with Meter(job.progress, f"saving {job.path.name}", rank=rank) as meter:
         writer = CheckpointWriter(
             job.path,
             overwrite=job.overwrite,
-            step=int(step) if is_noted else None,  # type: ignore[arg-type]
+            step=number if number is not None and abs(number) < SIZE_LIMIT else None,
             report=meter.add,
         )
 
