@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ if typing.TYPE_CHECKING:
 
 SCRIPTS = Scripts()
 ASK_SOON = {"SHARDKIT_ASK_AFTER_S": "2"}
+LISTENING_PORTS = range(20_000, 30_000)  # The system gives connections a port above these.
 
 
 class Ended(typing.NamedTuple):
@@ -37,9 +40,14 @@ class Ended(typing.NamedTuple):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that no connection of another process takes before it is listened at."""
+    ports = random.SystemRandom().sample(LISTENING_PORTS, 100)
+    for port in ports:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    msg = f"none of {ports} is free"
+    raise RuntimeError(msg)
 
 
 def environment_of(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:

@@ -19,11 +19,11 @@ import typer.testing
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict as torch_get_state_dict
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import parallel_models
 import shardkit
+from launching import free_port
 from models import CASES
 from reference import OPTIMIZERS, full, make_mesh, my_batch, shard, train
 from shardkit import fully_shard
@@ -407,7 +407,7 @@ def test_without_its_packages_the_command_says_what_to_install(
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('no', name='{package}')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # For the doctor, which starts none then.
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "shardkit", word]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import typing
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from checkpoints import (
     CHECKPOINT_CASES,
@@ -22,6 +20,7 @@ from checkpoints import (
     train_on_shares,
     whole_state,
 )
+from launching import environment_of, free_port
 from shardkit.checkpoint import CheckpointReader
 
 if typing.TYPE_CHECKING:
@@ -87,9 +86,12 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from shardkit.checkpoint import CheckpointWriter
 
+# Torch's own may be taken by a connection before that process listens.
+_async_process_executor.get_free_port = lambda: int(sys.argv[2])
 dist.init_process_group("gloo")
 dcp.async_save(
     {"a": torch.arange(4.0)},
@@ -102,9 +104,8 @@ dist.destroy_process_group()
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_another_process_saves(tmp_path: Path) -> None:
-    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    command = [sys.executable, "-c", SAVE_IN_A_PROCESS, str(tmp_path / "x")]
+    environment = environment_of(0, 1, free_port(), LOCAL_RANK="0")
+    command = [sys.executable, "-c", SAVE_IN_A_PROCESS, str(tmp_path / "x"), str(free_port())]
     subprocess.run(command, env=environment, check=True, timeout=120)
     state = {"a": torch.zeros(4)}
     dcp.load(state, storage_reader=CheckpointReader(tmp_path / "x"), no_dist=True)

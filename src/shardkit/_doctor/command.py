@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch.distributed as dist
 import typer
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from shardkit._doctor.facts import (
     Checkup,
@@ -561,13 +560,14 @@ def doctor_command(
 
 def _start_ranks(timeout_s: float) -> int:
     """Start ranks on this host with the same options; return 1 if any of them failed, else 0."""
+    store = connect("doctor", "127.0.0.1", 0, limit_s=timeout_s, is_master=True)
     common = {
         **os.environ,
         "WORLD_SIZE": str(_ALONE),
         "LOCAL_WORLD_SIZE": str(_ALONE),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(get_free_port()),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_PORT": str(store.connection.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # Here, so no other process takes the port.
         ALONE_VARIABLE: "1",
     }
     common.setdefault("OMP_NUM_THREADS", "1")  # Torchrun does the same.
