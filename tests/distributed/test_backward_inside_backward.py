@@ -143,3 +143,123 @@ def test_a_model_that_a_hook_calls_has_its_present_values() -> None:
         out.register_hook(note)
         out.sum().backward()
         torch.testing.assert_close(found.pop(), plain(x))
+
+
+class Encoder(nn.Module):
+    """A model that uses one of its parameters on some parts of a batch only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6)
+        self.mlp = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, 6))
+        self.uses_scale = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.mlp(self.table(tokens))
+        return found * self.scale if self.uses_scale else found
+
+
+def backward_by_parts(model: nn.Module, tokens: Tensor, uses: typing.Sequence[bool]) -> None:
+    """Call backward of a loss over all parts; a hook in it runs the model with one part after
+    another (GradCache)."""
+    parts, encoder = tokens.chunk(len(uses)), typing.cast("Encoder", model)
+
+    def encoded(index: int) -> Tensor:
+        encoder.uses_scale = uses[index]
+        result: Tensor = model(parts[index])
+        return result
+
+    with torch.no_grad():
+        found = [encoded(index) for index in range(len(uses))]
+    leaves = [each.requires_grad_() for each in found]
+    everything = torch.cat(leaves)
+    loss = (everything @ everything.T).logsumexp(1).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+
+    def go_on(_: Tensor) -> None:
+        with torch.enable_grad():
+            for index, leaf in enumerate(leaves):
+                assert leaf.grad is not None
+                (encoded(index) * leaf.grad).sum().backward()
+
+    start = loss.detach().requires_grad_()
+    start.register_hook(go_on)
+    start.backward()  # type: ignore[no-untyped-call]
+
+
+USES = {
+    "by all parts": ([True] * 3, [True] * 3),
+    "by no part": ([False] * 3, [False] * 3),
+    "by the last part": ([False, False, True], [False, False, True]),
+    "by the first part": ([True, False, False], [True, False, False]),
+    "by other parts on each rank": ([False, True, False], [True, False, True]),
+    "by one rank": ([False] * 3, [True] * 3),
+}
+
+
+def parts_beside_plain(width: int, layers: bool, uses: tuple[list[bool], list[bool]]) -> float:
+    torch.manual_seed(0)
+    plain = Encoder(width).double()
+    model = copy.deepcopy(plain)
+    if layers:
+        fully_shard(model.mlp)
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (plain, model)]
+    for _ in range(2):
+        batches = torch.randint(10, (2, 6))
+        backward_by_parts(model, batches[dist.get_rank()], uses[dist.get_rank()])
+        for batch, used in zip(batches, uses, strict=True):
+            backward_by_parts(plain, batch, used)
+        for param in plain.parameters():
+            if param.grad is not None:
+                param.grad /= 2
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {name: param.full_tensor() for name, param in model.named_parameters()}
+    return max((found[name] - p).abs().max().item() for name, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("uses", USES)
+@pytest.mark.parametrize("layers", [False, True], ids=["root", "layers"])
+@pytest.mark.parametrize("width", [6, 40_000])
+def test_a_hook_runs_the_model_with_one_part_after_another(
+    spawn: Spawn, width: int, layers: bool, uses: str
+) -> None:
+    """A parameter that one part does not use may get its gradient in another part's backward."""
+    for found in spawn(parts_beside_plain, 2, width, layers, USES[uses]):
+        assert found < 1e-12
+
+
+def backwards_inside_one_another(at: int) -> float:
+    """Let a hook on a layer's output, in one forward's backward, call that of another forward."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model)
+    batches = torch.randn(dist.get_world_size(), 2, 4, 6, dtype=torch.float64)
+
+    def backward(module: nn.Module, one: Tensor, other: Tensor) -> None:
+        inner = module(other).square().sum()
+        hook = module.get_submodule(str(at)).register_forward_hook(
+            lambda _module, _inputs, output: (
+                output.register_hook(lambda _: inner.backward()) and None
+            )
+        )
+        outer = module(one).square().sum()
+        hook.remove()
+        outer.backward()
+
+    backward(model, *batches[dist.get_rank()])
+    for batch in batches:
+        backward(plain, *batch)
+    found, expected = full_grads(model), full_grads(plain)
+    share = dist.get_world_size()
+    return max((found[name] - g / share).abs().max().item() for name, g in expected.items())
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_hook_calls_backward_of_another_forward(spawn: Spawn, at: int) -> None:
+    for found in spawn(backwards_inside_one_another, 2, at):
+        assert found < 1e-12

@@ -50,7 +50,11 @@ _sharded_classes: dict[type, type] = {}
 def own_class(module: Any) -> type[nn.Module]:
     """Return the class the module had before `fully_shard`."""
     cls: type[Any] = type(module)
-    return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
+    return _original(cls) if issubclass(cls, FSDPModule) else cls
+
+
+def _original(cls: type) -> Any:
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
 
 
 def swap_class(module: nn.Module) -> None:
@@ -58,9 +62,24 @@ def swap_class(module: nn.Module) -> None:
     cls = type(module)
     if cls not in _sharded_classes:
         meta = _parametrized_meta(type(cls)) if parametrize.is_parametrized(module) else type
-        bases = (FSDPModule, cls, torch_fsdp2.stage_class())
+        bases = (*_layout_of(cls), FSDPModule, cls, torch_fsdp2.stage_class())
         _sharded_classes.setdefault(cls, meta(f"FSDP{cls.__name__}", bases, {}))
     module.__class__ = _sharded_classes[cls]
+
+
+def _layout_of(cls: type[Any]) -> tuple[type, ...]:
+    """Return a first base without which Python refuses a sharded class, if there is one.
+
+    Python lets an object change its class only if the first bases of both classes lead to the same
+    class below those with a ``__dict__``. That is `object`, but for ``class Net(ABC, nn.Module)``
+    it is `ABC`, which has no ``__dict__``.
+    """
+    first: Any = cls
+    while first.__base__.__dictoffset__:
+        first = first.__base__
+    below: Any = first.__base__
+    # The names of its type variables are of no use here, and `Generic` asks for them otherwise.
+    return () if below is object else (type(below)("Layout", (below,), {"__orig_bases__": ()}),)
 
 
 def _parametrized_meta(meta: type) -> Any:
@@ -69,7 +88,7 @@ def _parametrized_meta(meta: type) -> Any:
     def refuse(cls: type, name: str) -> None:
         msg = (
             f"the parametrization of {name!r} cannot be removed from a sharded "
-            f"{cls.__mro__[2].__name__}: its group holds what the weight is computed from. Call "
+            f"{_original(cls).__name__}: its group holds what the weight is computed from. Call "
             f"remove_parametrizations before fully_shard; for an export save the model by "
             f"shardkit.checkpoint.save_full, load the file into a plain one, and remove it there."
         )
@@ -122,12 +141,12 @@ class FSDPModule(_Base):
 
         It may want arguments, or keep a list of its subclasses.
         """
-        if cls.__bases__[0] is not FSDPModule:
+        if FSDPModule not in cls.__bases__:
             super().__init_subclass__(**kwargs)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: containers build new ones when sliced."""
-        original = cls.__mro__[2]
+        original = _original(cls)
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self

@@ -299,13 +299,19 @@ class Backward:
             self._complete(group)
 
     def _comes_again(self, group: ParamGroup) -> bool:
-        """Whether the backward of another forward of the group comes in this run of the engine.
+        """Whether the backward of another forward of the group comes in this run, or may come.
 
         Ranks may use different parameters, so the answer must not depend on gradients that came. If
         the inputs of another forward require no gradients, it has no node to look for.
         """
         if self._schedule.awaits_unreported(group.index):
             return True
+        entered = self._inside[group.index]
+        for each in entered:
+            # User code may run more forwards inside backward. Where it calls backward in there,
+            # some gradients came in another run of the engine, so those of this one may be missing.
+            if each.in_pass is None or each.run != entered[-1].run:
+                return True
         for ref in group.forwards.copy():
             record = ref()
             if record is None or record.active or record.left_in == self._number:

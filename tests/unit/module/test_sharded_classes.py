@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import typing
+from abc import ABC, abstractmethod
 
+import pytest
 from torch import Tensor, nn
 
 from recording import recording_mesh
 from shardkit import FSDPModule, fully_shard
+from shardkit._module.fsdp_module import own_class
 
 
 class Registered(nn.Module):
@@ -47,3 +50,58 @@ def test_subclasses_of_the_sharded_class_are_told() -> None:
         assert Registered.by_name["mine"] is mine
     finally:
         Registered.by_name.pop("mine", None)
+
+
+Item = typing.TypeVar("Item")
+
+
+class Maps(typing.Protocol):
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class Slots:
+    __slots__ = ()
+
+
+class Abstract(ABC, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class OfAbstract(Abstract):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class OfGeneric(typing.Generic[Item], OfAbstract):  # noqa: PYI059 - this order is tested
+    pass
+
+
+class OfProtocol(Maps, OfAbstract):
+    pass
+
+
+class OfSlots(Slots, OfAbstract):
+    pass
+
+
+class Chosen(OfGeneric[int]):
+    pass
+
+
+@pytest.mark.parametrize("cls", [OfAbstract, OfGeneric, OfProtocol, OfSlots, Chosen])
+def test_a_class_whose_first_base_is_no_module(cls: type[nn.Module]) -> None:
+    mesh, _ = recording_mesh((2,))
+    model: typing.Any = fully_shard(cls(), mesh)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, cls)
+    assert own_class(model) is cls
+    assert type(model).__name__ == f"FSDP{cls.__name__}"
+    assert type(model).unshard is FSDPModule.unshard
+    assert type(model).forward is cls.forward
+    assert type(copy.deepcopy(model)) is type(model)
+    assert not isinstance(type(model)(), FSDPModule)  # As containers do when they are sliced.
