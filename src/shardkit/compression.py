@@ -379,7 +379,7 @@ class PowerSGD:
         warm_start: bool = True,
         seed: int = 0,
     ) -> None:
-        if not callable(rank) and (isinstance(rank, bool) or rank < 1):
+        if not callable(rank) and (type(rank) is not int or rank < 1):
             msg = f"rank must be an int above 0, or a function, got {rank!r}."
             raise StateError(msg)
         if start_after < 0:

@@ -421,6 +421,7 @@ def test_errors_are_loaded_on_any_mesh(
 def test_what_is_refused() -> None:
     for options, text in (
         ({"rank": 0}, "rank must be an int above 0, or a function, got 0"),
+        ({"rank": 2.0}, r"rank must be an int above 0, or a function, got 2\.0"),
         ({"start_after": -1}, "start_after must be at least 0, got -1"),
     ):
         with pytest.raises(StateError, match=text):

@@ -474,6 +474,24 @@ def test_what_was_not_saved_is_an_error_on_all_ranks(
         assert "is not there: it is what Config.save writes" in error.message
 
 
+def save_beside_a_folder(folder: str) -> None:
+    """Save again where a folder has the name of a file that an interrupted save left."""
+    config: Config = from_config(fsdp(1, state_dict_type="FULL_STATE_DICT"))
+    model = config.apply(Stack())
+    config.save(folder, model)
+    if dist.get_rank() == 0:
+        pathlib.Path(folder, ".pytorch_model_fsdp.bin.written").mkdir()
+    config.save(folder, model)
+
+
+def test_a_save_before_that_cannot_be_completed_is_an_error_on_all_ranks(
+    spawn_errors: Spawn, tmp_path: pathlib.Path
+) -> None:
+    for error in spawn_errors(save_beside_a_folder, 2, str(tmp_path)):
+        assert error.type_name == "CheckpointError"
+        assert "could not complete" in error.message
+
+
 def mix_saves(folder: str, kind: str) -> None:
     config: Config = from_config(fsdp(1, state_dict_type=kind))
     model = config.apply(Stack())

@@ -167,3 +167,40 @@ def save_the_best(folder: str) -> None:
 
 def test_the_best_model_is_loaded_and_saved(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     spawn(save_the_best, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+
+
+def find_the_best(folder: str) -> None:
+    """Load the best checkpoint in the end, of pieces."""
+    with accelerate_ranks():
+        trainer = make_trainer(
+            folder,
+            {**WRAP, "state_dict_type": "SHARDED_STATE_DICT"},
+            make("llama"),
+            load_best_model_at_end=True,
+            save_total_limit=1,
+            learning_rate=0.3,
+        )
+        trainer.train()
+        losses = history(trainer, "eval_loss")
+        best = f"{folder}/checkpoint-{SAVE_STEPS * (1 + losses.index(min(losses)))}"
+        assert trainer.state.best_model_checkpoint == best
+        assert trainer.evaluate()["eval_loss"] == min(losses)
+
+
+def test_ranks_find_the_same_best_checkpoint(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(find_the_best, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+
+
+def smooth_labels(folder: str) -> None:
+    with accelerate_ranks():
+        losses = []
+        for fsdp in (None, WRAP):
+            trainer = make_trainer(folder, fsdp, make("llama"), label_smoothing_factor=0.1)
+            trainer.train()
+            losses.append(history(trainer, "loss"))
+            forget_accelerate()
+        torch.testing.assert_close(*losses, rtol=0, atol=TOLERANCE)
+
+
+def test_smoothed_labels_are_shifted(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(smooth_labels, 2, str(tmp_path), timeout_s=TIMEOUT_S)

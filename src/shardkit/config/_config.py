@@ -129,7 +129,7 @@ def _of_one_save(files: list[Path]) -> list[Path]:
     raise CheckpointError(msg)
 
 
-def _finish_last(mine: list[Path]) -> None:
+def _finish_last(folder: Path, mine: list[Path]) -> None:
     """Give the files of the last save their names, if it was killed while it renamed them."""
     found: list[dict[object, Path]] = []
     for file in mine:
@@ -137,11 +137,15 @@ def _finish_last(mine: list[Path]) -> None:
         with contextlib.suppress(Exception):  # An unreadable file belongs to no save.
             found[-1] = _saves(file)
     chosen, _ = _common(mine, found)
-    for file, whole in zip(mine, chosen or (), strict=False):
-        if whole == file:
-            _aside(file).unlink(missing_ok=True)
-        else:
-            whole.replace(file)
+
+    def finish() -> None:
+        for file, whole in zip(mine, chosen or (), strict=False):
+            if whole == file:
+                _aside(file).unlink(missing_ok=True)
+            else:
+                whole.replace(file)
+
+    _on_all("complete", folder, finish)
 
 
 def _common(
@@ -596,13 +600,13 @@ class Config:
         _on_all("make", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         if kind == "LOCAL_STATE_DICT":
             mine = [_local_file(folder, checkpoint.get_shard_metadata(model))]
-            _finish_last(mine)
+            _finish_last(folder, mine)
             state = checkpoint.local_state_dict(model, optimizer)
             _on_all("write", mine[0], lambda: _write(mine[0], state))
         else:
             files = _full_files(folder, optimizer)
             mine = files if group_rank(None) == 0 else []
-            _finish_last(mine)
+            _finish_last(folder, mine)
             checkpoint.save_full(_aside(files[0]), model)
             if optimizer is not None:
                 state = checkpoint.gather_optimizer_state(model, optimizer)

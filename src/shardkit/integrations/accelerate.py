@@ -16,6 +16,7 @@ import functools
 import inspect
 import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import accelerate.accelerator
@@ -100,7 +101,7 @@ def _replace_all(used: Installed) -> None:
     used.replace(utils, "fsdp2_prepare_auto_wrap_policy", _only_groups(choose))
     if "get_optimizer_state_dict" not in utils.load_fsdp_optimizer.__code__.co_names:  # 1.12
         _load_sharded_optimizers(used)
-    used.after_import("transformers.trainer", functools.partial(_say_what_is_not_saved, used))
+    used.after_import("transformers.trainer", functools.partial(_mend_trainer, used))
 
 
 def _check_transformers(_: object) -> None:
@@ -131,12 +132,20 @@ def _load_sharded_optimizers(used: Installed) -> None:
     used.after_import("transformers.trainer", lambda m: used.replace(m, original.__name__, load))
 
 
-def _say_what_is_not_saved(used: Installed, trainer_module: Any) -> None:
-    """Warn if the Trainer writes nothing without a message."""
+def _mend_trainer(used: Installed, trainer_module: Any) -> None:
+    """Mend what the Trainer does wrong, without a message, with any model that is sharded.
+
+    It writes nothing; its ranks take different checkpoints for the best one; or it smooths the
+    labels of a causal model, which it knows by the name of the class, without shifting them.
+    """
     original = trainer_module.Trainer.save_model
 
     @functools.wraps(original)
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if _internal_call and output_dir is not None and self.is_fsdp_enabled:
+            # Each rank looks next whether the best checkpoint exists. With files of pieces the
+            # first rank made the folder of this one at about that time.
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
         original(self, output_dir, _internal_call)
         if _internal_call or not self.is_fsdp_enabled or not self.args.should_save:
             return  # Other functions write the files of a checkpoint.
@@ -150,6 +159,10 @@ def _say_what_is_not_saved(used: Installed, trainer_module: Any) -> None:
             )
 
     used.replace(trainer_module.Trainer, "save_model", save_model)
+    name = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    known = getattr(trainer_module, name)
+    sharded = {f"FSDP{key}": f"FSDP{kind}" for key, kind in known.items()}
+    used.replace(trainer_module, name, {**known, **sharded})
 
 
 def _refuse_too_late() -> None:
