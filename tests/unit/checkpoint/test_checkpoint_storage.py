@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import typing
 
 import pytest
@@ -220,6 +221,27 @@ def test_numbers_of_numpy_become_python_s(tmp_path: pathlib.Path) -> None:
     assert checkpoint.load(path, model, optimizer) == {"step": 3}
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert '"step":3,' in (path / "shardkit.json").read_text()
+
+
+def test_what_changes_during_a_save_in_the_background_is_not_saved(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    seen = optimizer.param_groups[0]["seen"] = {1}
+    go_on, prepare = threading.Event(), directory.prepare
+
+    def slow(*args: typing.Any, **options: typing.Any) -> pathlib.Path:
+        go_on.wait(30)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(directory, "prepare", slow)
+    handle = checkpoint.async_save(tmp_path / "x", model, optimizer)
+    seen.add(2)
+    go_on.set()
+    handle.result()
+    checkpoint.load(tmp_path / "x", model, optimizer)
+    assert optimizer.param_groups[0]["seen"] == {1}
 
 
 def test_floats_are_not_cut_to_integers(tmp_path: pathlib.Path) -> None:
@@ -489,11 +511,13 @@ class Pair(typing.NamedTuple):
     x: torch.Tensor
 
 
-def test_what_stays_in_a_staged_state_is_not_copied() -> None:
-    pair, weight = Pair(torch.zeros(3, device="meta")), torch.ones(3)
+def test_a_staged_state_is_a_copy() -> None:
+    pair, weight = Pair(torch.ones(3)), torch.ones(3)
     copied = Staging().copy({"pair": pair, "both": (weight, [weight])})
-    assert copied["pair"] is pair
+    pair.x.zero_()
     weight.zero_()
+    assert type(copied["pair"]) is Pair
+    assert copied["pair"].x.tolist() == [1, 1, 1]
     assert copied["both"][0].tolist() == [1, 1, 1]
     assert copied["both"][1][0] is copied["both"][0]
 
