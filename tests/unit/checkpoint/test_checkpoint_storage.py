@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
 from shardkit._processes import start_of
 from shardkit.checkpoint._consolidate import verify
-from shardkit.checkpoint._dcp import directory
+from shardkit.checkpoint._dcp import directory, writer
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files import disk, formats
 from shardkit.checkpoint._save import Staging
@@ -221,6 +222,23 @@ def test_numbers_of_numpy_become_python_s(tmp_path: pathlib.Path) -> None:
     assert checkpoint.load(path, model, optimizer) == {"step": 3}
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert '"step":3,' in (path / "shardkit.json").read_text()
+
+
+def test_a_folder_that_is_deleted_during_a_save(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = writer.FileStream.__exit__
+
+    def and_delete(self: typing.Any, *args: object) -> None:
+        close(self, *args)
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)
+
+    monkeypatch.setattr(writer.FileStream, "__exit__", and_delete)
+    with pytest.raises(CheckpointError, match="that nobody deletes") as found:
+        checkpoint.save(tmp_path / "x", nn.Linear(2, 2))
+    assert "load another" not in str(found.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_changes_during_a_save_in_the_background_is_not_saved(
