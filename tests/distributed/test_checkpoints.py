@@ -353,6 +353,20 @@ def test_extras_that_refer_to_the_model(spawn: Spawn, tmp_path: pathlib.Path) ->
     spawn(load_best, 2, str(tmp_path / "x"))
 
 
+def orders(folder: str) -> list[list[str]]:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    average = {"steps": 1, **{name: t.detach() for name, t in model.state_dict().items()}}
+    checkpoint.save(folder, model, average=average, step=2)
+    return [[*average], [*checkpoint.load(folder, model)["average"]]]
+
+
+def test_dicts_keep_their_order(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    saved, loaded = spawn(orders, 2, str(tmp_path / "x"))[0]
+    assert loaded == saved
+    whole = torch.load(checkpoint.consolidate(tmp_path / "x", tmp_path / "x.pt"), weights_only=True)
+    assert [*whole] == saved[1:]
+
+
 def load_on_meta(folder: str) -> WholeState:
     with torch.device("meta"):
         model = CASES["gpt"].make()
