@@ -266,6 +266,23 @@ def test_errors_in_the_background_are_heard_once(
         assert files == "['a']"
 
 
+def save_where_one_name_is_taken(folder: str) -> list[str]:
+    """Each rank has a folder of its own, as on hosts that share none."""
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    path = pathlib.Path(folder, str(dist.get_rank()), "a")
+    if dist.get_rank() == 0:
+        (path / "b").mkdir(parents=True)
+    with pytest.raises(checkpoint.CheckpointError) as found:
+        checkpoint.async_save(path, model)
+    return [str(found.value)]
+
+
+def test_all_ranks_hear_that_a_name_is_taken(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    for (message,) in spawn(save_where_one_name_is_taken, 2, str(tmp_path)):
+        assert "[rank 0]" in message
+        assert "exists. Give each checkpoint a name of its own" in message
+
+
 # --- other states ---------------------------------------------------------------------------------
 
 
@@ -295,6 +312,59 @@ def test_extras_of_sharded_tensors(spawn: Spawn, tmp_path: pathlib.Path, given: 
     path = tmp_path / "x"
     expected = spawn(save_average, 2, str(path))[0]
     assert_same(spawn(load_average, 3, str(path), given)[0], expected["model"])
+
+
+class Best:
+    """The best weights so far; a new one refers to those of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state: dict[str, typing.Any] = {
+            "weights": model.state_dict(),
+            "last": model.state_dict(),
+            "losses": torch.tensor([0, 0]),
+        }
+
+    def state_dict(self) -> dict[str, typing.Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, typing.Any]) -> None:
+        self.state = state
+
+
+def load_best(folder: str) -> None:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    best = Best(model)
+    for key, factor in (("weights", 2), ("last", 3)):
+        best.state[key] = {n: t.detach() * factor for n, t in best.state[key].items()}
+    best.state["losses"] = torch.tensor([0.5, 1.5])
+    checkpoint.save(folder, model, best=best)
+    expected = whole_state(model)["model"]
+    loaded, _ = make_sharded(CASES["gpt"], (2,), seed=7)
+    found = Best(loaded)
+    checkpoint.load(folder, loaded, best=found)
+    assert_same(whole_state(loaded)["model"], expected)
+    for key, factor in (("weights", 2), ("last", 3)):
+        for name, value in found.state[key].items():
+            assert torch.equal(value.full_tensor(), expected[name] * factor)
+    assert found.state["losses"].tolist() == [0.5, 1.5]
+
+
+def test_extras_that_refer_to_the_model(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(load_best, 2, str(tmp_path / "x"))
+
+
+def orders(folder: str) -> list[list[str]]:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    average = {"steps": 1, **{name: t.detach() for name, t in model.state_dict().items()}}
+    checkpoint.save(folder, model, average=average, step=2)
+    return [[*average], [*checkpoint.load(folder, model)["average"]]]
+
+
+def test_dicts_keep_their_order(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    saved, loaded = spawn(orders, 2, str(tmp_path / "x"))[0]
+    assert loaded == saved
+    whole = torch.load(checkpoint.consolidate(tmp_path / "x", tmp_path / "x.pt"), weights_only=True)
+    assert [*whole] == saved[1:]
 
 
 def load_on_meta(folder: str) -> WholeState:

@@ -211,7 +211,10 @@ def _plan(
             None,
         )
         if optim is None:
-            msg = f"{source} has no optimizer's state beside the model. Leave out the optimizer."
+            found = "is a file, of which the model is read only"
+            if not isinstance(checkpoint, FullFile):
+                found = "has no optimizer's state beside the model"
+            msg = f"{source} {found}. Leave out the optimizer."
             raise CheckpointError(msg)
         places = {key: ("model", *path) for key, path in inside.items()}
         places |= {

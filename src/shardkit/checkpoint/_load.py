@@ -254,7 +254,7 @@ class _LoadPlan:
             if optimizers is not None:
                 self._optimizers = OptimizerPart(source, self._model, optimizers, misfits)
         self.leaves_optimizers_out = model is not None and optimizers is None and of_optimizers
-        self._extras = ExtrasPart(source, claimed, objects, misfits)
+        self._extras = ExtrasPart(source, claimed, objects, model, misfits)
 
     def carry_out(self, together: _Together) -> dict[str, Any]:
         """Read all entries, and give them to their objects; return the extras."""
@@ -582,6 +582,7 @@ class ExtrasPart:
         source: DistributedCheckpoint,
         claimed: Collection[str],
         objects: Mapping[str, Any],
+        model: nn.Module | None,
         misfits: Misfits,
     ) -> None:
         """Find the extras."""
@@ -599,6 +600,7 @@ class ExtrasPart:
         ]
         states: dict[Any, Any] = {}
         self.targets: dict[str, Any] = {}
+        filled = set(map(_storage_of, () if model is None else _tensors_of(model)))
         for entry, path in self._paths.items():
             info = source.entries[entry]
             target = None
@@ -607,8 +609,7 @@ class ExtrasPart:
                 if path[0] not in states:
                     states[path[0]] = objects[str(path[0])].state_dict()
                 target = element(states[path[0]], path[1:])
-            fits = isinstance(target, Tensor) and tuple(target.shape) == info.shape  # type: ignore[union-attr]
-            self.targets[entry] = _with_memory(target, _HOST) if fits else room(info)
+            self.targets[entry] = _own_or_new(target, info, filled)
 
     def put(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """Load the objects; return the values for which no object was passed."""
@@ -619,11 +620,31 @@ class ExtrasPart:
                 continue
             state = extras.pop(name)
             if isinstance(value, nn.Module):
+                for key, tensor in _plain_on_meta(value).items():
+                    if key in state and state[key].shape == tensor.shape:
+                        give_memory(tensor, state[key])
+                        state[key] = tensor  # Tied ones stay one tensor.
                 is_meta = any(tensor.is_meta for tensor in _tensors_of(value))
                 value.load_state_dict(state, assign=is_meta)
             else:
                 value.load_state_dict(state)
         return extras
+
+
+def _own_or_new(target: Any, info: TensorInfo | None, filled: set[int | None]) -> Tensor | None:
+    """Return memory for an entry of an extra: the object's own tensor, or a new one like it.
+
+    A new one, if the object's own has another dtype, or memory that gets another entry as well. A
+    new object may hold one tensor by several names, or those of the model.
+    """
+    if info is None or not isinstance(target, Tensor) or tuple(target.shape) != info.shape:
+        return room(info)
+    own: Tensor = _with_memory(target, _HOST)
+    storage = _storage_of(own)
+    if storage in filled or own.dtype != info.dtype or not own.is_contiguous():
+        return torch.empty_like(own, dtype=info.dtype, memory_format=torch.contiguous_format)
+    filled.add(storage)
+    return own
 
 
 # --- which entry is whose -------------------------------------------------------------------------

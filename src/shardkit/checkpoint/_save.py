@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import logging
 import mmap
@@ -27,7 +28,7 @@ from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.groups import OfWorld, new_group
 from shardkit.backends.watch.watchdog import channel_of
-from shardkit.checkpoint._agreement import error_of, quote, rank_of
+from shardkit.checkpoint._agreement import agreed, error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.writer import CheckpointWriter, SavePlanner, Whole
 from shardkit.checkpoint._files.disk import SIZE_LIMIT, is_plain, is_sparse, saved_key
@@ -257,7 +258,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state like this one whose tensors are copies; they overwrite the last ones."""
+        """Return a copy of a state; its tensors overwrite those of the last one."""
         leaves = (leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor))
         tensors = {id(leaf): memory_of(leaf) for leaf in leaves}
         starts, total = {}, 0
@@ -280,9 +281,12 @@ class Staging:
         for device in on_accelerator:
             if device.type not in {"meta", "xla"}:  # XLA's copies are done when they return.
                 torch.accelerator.synchronize(device)
-        result: dict[str, Any] = map_leaves(
-            state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
-        )
+
+        def copied(leaf: Any) -> Any:
+            is_tensor = id(leaf) in copies
+            return _like(leaf, copies[id(leaf)]) if is_tensor else copy.deepcopy(leaf)
+
+        result: dict[str, Any] = map_leaves(state, copied)
         return result
 
 
@@ -585,16 +589,22 @@ def async_save(  # noqa: PLR0913 - as `save`
         nobody calls it, the next save raises this error. Call it on all ranks or on none.
 
     Raises:
-        CheckpointError: An argument is wrong, or the last asynchronous save failed and nobody asked
-            for its result.
+        CheckpointError: An argument is wrong, the name is taken, or the last asynchronous save
+            failed and nobody asked for its result.
 
-    Cost: memory on the host for a copy of what this rank holds. It is kept for the next save, until
-    `release_staging_memory`. The first call makes a process group.
+    Cost: an all-gather of a few bytes, and memory on the host for a copy of what this rank holds.
+    It is kept for the next save, until `release_staging_memory`. The first call makes a process
+    group.
     """
     shown: Progress = False if progress is None else progress
     job = Job(directory.normalized(path), model, optimizer, extra, keep_last, overwrite, shown)
     _raise_last(background.last_error())
-    directory.check_free(job.path, overwrite=overwrite)
+    is_first = rank_of(process_group) == 0  # Other hosts may not see yet what it sees.
+    agreed(
+        process_group,
+        f"{quote(job.path)} was not saved",
+        lambda: directory.check_free(job.path, overwrite=overwrite) if is_first else None,
+    )
     return background.start(job, background.group_like(process_group))
 
 

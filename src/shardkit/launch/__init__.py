@@ -394,7 +394,8 @@ def _without_file(rank: int, failure: ProcessFailure) -> Failure:
     )
     if code < 0:
         name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
-        cause = " The system does that where memory runs out." if name == "SIGKILL" else ""
+        killed = " The system does that where memory runs out, torchrun if a rank ignores SIGTERM."
+        cause = killed if name == "SIGKILL" else ""
         how = f"process {failure.pid} was ended by {name}.{cause}"
     return Failure(rank, failure.local_rank, failure.timestamp, how, "")
 

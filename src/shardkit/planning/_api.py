@@ -104,7 +104,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     device = _device_type(device)
     options = {name: value for name, value in options.items() if value is not None}
     shape = _shape_of(mesh, options.get("strategy"))
-    size = math.prod(shape)
+    size, rank = math.prod(shape), index(rank)
+    budget = None if budget is None else int(budget)
     if not 0 <= rank < size:
         msg = f"rank must be from 0 to {size - 1} on a mesh of {shape}, got {rank}."
         raise ConfigError(msg)

@@ -6,8 +6,10 @@ import errno
 import io
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import threading
 import typing
 
 import pytest
@@ -21,7 +23,7 @@ from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
 from shardkit._processes import start_of
 from shardkit.checkpoint._consolidate import verify
-from shardkit.checkpoint._dcp import directory
+from shardkit.checkpoint._dcp import directory, writer
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files import disk, formats
 from shardkit.checkpoint._save import Staging
@@ -220,6 +222,44 @@ def test_numbers_of_numpy_become_python_s(tmp_path: pathlib.Path) -> None:
     assert checkpoint.load(path, model, optimizer) == {"step": 3}
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert '"step":3,' in (path / "shardkit.json").read_text()
+
+
+def test_a_folder_that_is_deleted_during_a_save(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = writer.FileStream.__exit__
+
+    def and_delete(self: typing.Any, *args: object) -> None:
+        close(self, *args)
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)
+
+    monkeypatch.setattr(writer.FileStream, "__exit__", and_delete)
+    with pytest.raises(CheckpointError, match="that nobody deletes") as found:
+        checkpoint.save(tmp_path / "x", nn.Linear(2, 2))
+    assert "load another" not in str(found.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_changes_during_a_save_in_the_background_is_not_saved(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    seen = optimizer.param_groups[0]["seen"] = {1}
+    go_on, prepare = threading.Event(), directory.prepare
+
+    def slow(*args: typing.Any, **options: typing.Any) -> pathlib.Path:
+        go_on.wait(30)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(directory, "prepare", slow)
+    handle = checkpoint.async_save(tmp_path / "x", model, optimizer)
+    seen.add(2)
+    go_on.set()
+    handle.result()
+    checkpoint.load(tmp_path / "x", model, optimizer)
+    assert optimizer.param_groups[0]["seen"] == {1}
 
 
 def test_floats_are_not_cut_to_integers(tmp_path: pathlib.Path) -> None:
@@ -489,11 +529,13 @@ class Pair(typing.NamedTuple):
     x: torch.Tensor
 
 
-def test_what_stays_in_a_staged_state_is_not_copied() -> None:
-    pair, weight = Pair(torch.zeros(3, device="meta")), torch.ones(3)
+def test_a_staged_state_is_a_copy() -> None:
+    pair, weight = Pair(torch.ones(3)), torch.ones(3)
     copied = Staging().copy({"pair": pair, "both": (weight, [weight])})
-    assert copied["pair"] is pair
+    pair.x.zero_()
     weight.zero_()
+    assert type(copied["pair"]) is Pair
+    assert copied["pair"].x.tolist() == [1, 1, 1]
     assert copied["both"][0].tolist() == [1, 1, 1]
     assert copied["both"][1][0] is copied["both"][0]
 

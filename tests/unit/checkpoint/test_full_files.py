@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint import FullFile
+from shardkit.checkpoint import FullFile, consolidate
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._files.formats import FullWriter, parse_size
 
@@ -454,3 +454,9 @@ def peak_nbytes() -> int:
     """Return this process's largest resident size."""
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def test_an_optimizer_in_a_file_is_not_read(tmp_path: pathlib.Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "optim": {"state": {}}}, tmp_path / "x")
+    with pytest.raises(CheckpointError, match="is a file, of which the model is read only"):
+        consolidate(tmp_path / "x", tmp_path / "y", optimizer=True)

@@ -61,3 +61,15 @@ def test_parameters_stay_the_same_objects(tmp_path: pathlib.Path) -> None:
     assert all(a is b for a, b in zip(loaded.parameters(), params, strict=True))
     assert loaded.state == {"seen": 3}
     assert train(loaded, other) == train(model, optimizer)
+
+
+def test_extras_on_meta_stay_tied(tmp_path: pathlib.Path) -> None:
+    model = Tied()
+    checkpoint.save(tmp_path / "x", teacher=model)
+    with torch.device("meta"):
+        loaded = Tied()
+    params = [*loaded.parameters()]
+    checkpoint.load(tmp_path / "x", teacher=loaded)
+    assert loaded.head.weight is loaded.words.weight
+    assert all(a is b for a, b in zip(loaded.parameters(), params, strict=True))
+    assert torch.equal(loaded.head.weight, model.head.weight)

@@ -114,7 +114,8 @@ def test_who_was_only_told_comes_after_who_was_killed(tmp_path: pathlib.Path) ->
     text = report(found, 2)
     assert "What rank 2 was told:\nrank 3 is gone\n  look there" in text
     assert text.endswith(
-        "rank 3:\nprocess 12 was ended by SIGKILL. The system does that where memory runs out."
+        "rank 3:\nprocess 12 was ended by SIGKILL. The system does that where memory runs out, "
+        "torchrun if a rank ignores SIGTERM."
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 import threading
 import typing
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -93,6 +95,11 @@ def test_sizes_of_a_mesh_may_be_integers_of_numpy() -> None:
     assert planned(mesh=np.int64(4)).peak_nbytes == planned(mesh=4).peak_nbytes
     sizes = np.array([2, 4])
     assert planned(mesh=sizes, rank=5).peak_nbytes == planned(mesh=(2, 4), rank=5).peak_nbytes
+
+
+def test_a_plan_of_numbers_of_numpy_can_be_written_as_json() -> None:
+    made = planned(mesh=4, rank=np.int64(1), budget=np.int64(1 << 40))
+    assert json.loads(json.dumps(asdict(made)))["rank"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")

@@ -273,12 +273,17 @@ class DistributedCheckpoint(Source):
         self._expect = meter.expect
         self.reader = CheckpointReader(path, report=meter.add)
         self._metadata = self.reader.read_metadata()
+        described = self._metadata.state_dict_metadata
+        known = self._metadata.planner_data
+        known = known if isinstance(known, dict) else {}
+        # The order of the saved state. DCP describes entries in the order of the ranks' files.
+        names = [name for name in {**known, **described} if name in described]
         # Shape and dtype of every tensor; None for other entries.
         self.entries = {
             name: TensorInfo(tuple(entry.size), entry.properties.dtype)
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry := described[name], TensorStorageMetadata)
             else None
-            for name, entry in self._metadata.state_dict_metadata.items()
+            for name in names
         }
         self.infos = {name: info for name, info in self.entries.items() if info is not None}
         self.others = [name for name, info in self.entries.items() if info is None]
@@ -287,8 +292,6 @@ class DistributedCheckpoint(Source):
         self.world_size = None if manifest is None else manifest.header.world_size
         # Entries of each model, if the ranks that saved had different ones.
         self.stages = [] if manifest is None else [frozenset(each) for each in manifest.stages]
-        known = self._metadata.planner_data
-        known = known if isinstance(known, dict) else {}
         # Keys that led to each entry in the nested state; one key if they are not known.
         self.paths = {name: tuple(known.get(name, (name,))) for name in self.entries}
         if manifest is not None and manifest.keys:

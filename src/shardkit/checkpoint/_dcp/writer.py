@@ -532,7 +532,8 @@ class CheckpointWriter(FileSystemWriter):
             try:
                 directory.check_size(folder / name, stored.nbytes)
             except CheckpointError as error:
-                msg = f"{error} Save to a directory that all ranks share."
+                found = str(error).removesuffix(disk.DAMAGED)
+                msg = f"{found}Save to a directory that all ranks share, and that nobody deletes."
                 raise CheckpointError(msg) from error
         self.path = folder
         super().finish(metadata, [[_as_dcp(result) for result in rank] for rank in results])
