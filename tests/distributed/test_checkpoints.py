@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -31,7 +31,7 @@ from checkpoints import (
 )
 from models import CASES, MLP
 from reference import OPTIMIZERS, make_mesh, shard
-from shardkit import checkpoint
+from shardkit import checkpoint, fully_shard
 from shardkit.checkpoint._dcp import writer
 from workers import spawn_each
 
@@ -393,6 +393,61 @@ def load_gpt(folder: str) -> WholeState:
     model, optimizer = make_sharded(CASES["gpt"], (2,), seed=7)
     checkpoint.load(folder, model, optimizer)
     return whole_state(model, optimizer)
+
+
+class Tables(nn.Module):
+    """A module with a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 4))
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.register_buffer("mean", torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.table.copy_(torch.arange(4.0))
+        nn.init.ones_(self.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.table) + self.mean
+
+
+def train_loaded_without_grad(folder: str, how: str) -> None:
+    torch.manual_seed(0)
+    saved = Tables()
+    saved.mean.fill_(3)
+    weights = {name: tensor.clone() for name, tensor in saved.state_dict().items()}
+    plain = Tables()
+    plain.load_state_dict(weights)
+    fully_shard(saved)
+    if how == "load":
+        checkpoint.save(folder, saved)
+    with torch.device("meta"):
+        model = fully_shard(Tables())
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    x = torch.randn(2, 3)
+    with torch.inference_mode():
+        if how == "load":
+            checkpoint.load(folder, model)
+        else:
+            checkpoint.load_full(weights, model)
+    for _ in range(2):
+        outputs = [each(x) for each in (model, plain)]
+        torch.testing.assert_close(*outputs)
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["load", "load_full"])
+def test_training_after_a_load_in_inference_mode(
+    spawn: Spawn, tmp_path: pathlib.Path, how: str
+) -> None:
+    """What was on meta has memory that autograd can use, and modules compute what no file has."""
+    spawn(train_loaded_without_grad, 2, str(tmp_path / "x"), how)
 
 
 def outputs_after_load(folder: str) -> list[float]:

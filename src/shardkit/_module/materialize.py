@@ -793,8 +793,8 @@ def _give_memory(group: ParamGroup, pending: Container[int]) -> None:
 # --- buffers that no file has ---------------------------------------------------------------------
 
 
-def rebuild_buffers(model: nn.Module, buffers: list[Tensor]) -> None:
-    """Let modules compute their buffers on meta; buffers that cannot be computed stay there.
+def rebuild_buffers(model: nn.Module, saved: Iterable[Any]) -> None:
+    """Let modules compute buffers on meta that are not `saved`; what they cannot stays there.
 
     It calls the same methods of modules as `materialize`. All else in the model keeps its values.
     Random numbers drawn later are the same as without this call. A buffer of random numbers gets
@@ -802,7 +802,8 @@ def rebuild_buffers(model: nn.Module, buffers: list[Tensor]) -> None:
 
     Cost: see `materialize`.
     """
-    wanted = [buffer for buffer in buffers if buffer.is_meta]
+    known = {*map(id, saved)}
+    wanted = [each for each in model.buffers() if each.is_meta and id(each) not in known]
     if wanted:
         filling = Filling(model, only=wanted)
         with torch.inference_mode(mode=False), torch.no_grad(), _own_numbers(filling.device):

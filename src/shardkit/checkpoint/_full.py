@@ -199,6 +199,7 @@ class LoadedNames(NamedTuple):
 
 
 @torch.no_grad()
+@torch.inference_mode(mode=False)
 def load_full(
     path: str | os.PathLike[str] | Mapping[str, Any] | None,
     model: nn.Module,
@@ -279,8 +280,7 @@ def load_full(
     if isinstance(file, FromFirstRank):
         file.first.raise_error()
     set_extra_state(model, {name: file.read_other(name) for name in extra if name in file.others})
-    saved = {id(tensor) for tensor in state.values()}
-    rebuild_buffers(model, [buffer for buffer in model.buffers() if id(buffer) not in saved])
+    rebuild_buffers(model, state.values())
     named = [*model.named_parameters(), *model.named_buffers()]
     return LoadedNames(missing, unexpected, [name for name, tensor in named if tensor.is_meta])
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError
+from shardkit._module.materialize import rebuild_buffers
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import agreed, of_all, quote, raise_any, rank_of
@@ -64,6 +65,7 @@ _logger = logging.getLogger("shardkit")
 T = TypeVar("T")
 
 
+@torch.inference_mode(mode=False)
 def load(
     path: os.PathLike[str] | str,
     model: nn.Module | None = None,
@@ -83,7 +85,7 @@ def load(
     Args:
         path: The checkpoint's directory, see `latest`; or whole tensors, see `load_full`.
         model: Module whose parameters and buffers are filled in place; those on the meta device get
-            memory.
+            memory. Buffers there that no state dict has are computed by their modules if possible.
         optimizer: One optimizer or several; they need not have been stepped.
         strict: Whether it is an error if entries are missing, or if no rank uses an entry. Entries
             of another shape are always an error.
@@ -140,7 +142,10 @@ def load(
                     "the optimizer to go on training.",
                     quote(target),
                 )
-            return planned.carry_out(together)
+            extras = planned.carry_out(together)
+            if model is not None and any(buffer.is_meta for buffer in model.buffers()):
+                rebuild_buffers(model, state_of(model).values())
+            return extras
 
         for _ in range(directory.READ_AGAIN):
             try:

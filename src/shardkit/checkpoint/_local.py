@@ -342,6 +342,7 @@ def _describe(name: str, tensor: Tensor) -> dict[str, Any]:
 # --- set ------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(mode=False)
 @torch.no_grad()
 def load_local_state_dict(
     model: nn.Module,
