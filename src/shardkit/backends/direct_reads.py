@@ -186,8 +186,8 @@ class _Reader:
         for peer in self._peers:
             self._lose(peer, reason)
         self._error = self._peers[0].error or reason
-        for _, exchange in self._started:
-            exchange.fail(self._error)
+        while self._started:  # Another thread may be adding one.
+            self._started.popleft()[1].fail(self._error)
         self._wakened.close()
 
     def _go_on(self) -> None:
