@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import inspect
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -50,11 +50,7 @@ _sharded_classes: dict[type, type] = {}
 def own_class(module: Any) -> type[nn.Module]:
     """Return the class the module had before `fully_shard`."""
     cls: type[Any] = type(module)
-    return _original(cls) if issubclass(cls, FSDPModule) else cls
-
-
-def _original(cls: type) -> Any:
-    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    return cls._own_class if issubclass(cls, FSDPModule) else cls
 
 
 def swap_class(module: nn.Module) -> None:
@@ -63,7 +59,7 @@ def swap_class(module: nn.Module) -> None:
     if cls not in _sharded_classes:
         meta = _parametrized_meta(type(cls)) if parametrize.is_parametrized(module) else type
         bases = (*_layout_of(cls), FSDPModule, cls, torch_fsdp2.stage_class())
-        _sharded_classes.setdefault(cls, meta(f"FSDP{cls.__name__}", bases, {}))
+        _sharded_classes.setdefault(cls, meta(f"FSDP{cls.__name__}", bases, {"_own_class": cls}))
     module.__class__ = _sharded_classes[cls]
 
 
@@ -85,10 +81,10 @@ def _layout_of(cls: type[Any]) -> tuple[type, ...]:
 def _parametrized_meta(meta: type) -> Any:
     """Return a metaclass that refuses the first thing that `remove_parametrizations` does."""
 
-    def refuse(cls: type, name: str) -> None:
+    def refuse(cls: Any, name: str) -> None:
         msg = (
             f"the parametrization of {name!r} cannot be removed from a sharded "
-            f"{_original(cls).__name__}: its group holds what the weight is computed from. Call "
+            f"{cls._own_class.__name__}: its group holds what the weight is computed from. Call "
             f"remove_parametrizations before fully_shard; for an export save the model by "
             f"shardkit.checkpoint.save_full, load the file into a plain one, and remove it there."
         )
@@ -136,6 +132,8 @@ class GradientReductionHandle:
 class FSDPModule(_Base):
     """Methods of a module that `fully_shard` has sharded."""
 
+    _own_class: ClassVar[type[Any]]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Leave the original class out when its sharded class is made.
 
@@ -146,7 +144,7 @@ class FSDPModule(_Base):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: containers build new ones when sliced."""
-        original = _original(cls)
+        original = cls._own_class
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
