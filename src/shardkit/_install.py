@@ -78,8 +78,8 @@ class Installed:
     def replace(self, owner: object, name: str, value: Any) -> None:
         """Replace a name of a module or class, and remember the former value."""
         former = inspect.getattr_static(owner, name)
-        self.at_undo(functools.partial(setattr, owner, name, former))
         setattr(owner, name, staticmethod(value) if isinstance(former, staticmethod) else value)
+        self.at_undo(functools.partial(setattr, owner, name, former))
 
     @property
     def has_replaced(self) -> bool:
@@ -160,31 +160,31 @@ def install() -> Installed:
         return installed
     _installed.append(installed)
     installed.at_undo(_installed.clear)
-    theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
-    ours = {**_OURS, "distribute_tensor": cutting(torch_tensor.distribute_tensor)}
-    before = set()
-    for module, attribute, name in _places_of(
-        {**theirs, "distribute_tensor": torch_tensor.distribute_tensor}
-    ):
-        is_given_by_torch = module.__name__.startswith(_PACKAGES) or module.__name__ in _MODULES
-        is_outside = module.__name__.split(".")[0] not in ("torch", "shardkit")
-        if is_given_by_torch or is_outside:
-            installed.replace(module, attribute, ours[name])
-        if is_outside:
-            before.add(f"{module.__name__}.{attribute}")
-    _answer_as_dtensors(installed)
-    _say(
-        "shardkit is in the place of FSDP2: torch.distributed.fsdp gives shardkit's %s; "
-        "isinstance(param, DTensor) is True of sharded ones.",
-        ", ".join(theirs),
-    )
-    if before:
-        _say(
-            "imported before, and shardkit's now: %s. What these modules keep elsewhere is "
-            "still torch's, so call shardkit.install() first.",
-            ", ".join(sorted(before)),
-        )
     with installed.all_or_nothing():
+        theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
+        ours = {**_OURS, "distribute_tensor": cutting(torch_tensor.distribute_tensor)}
+        before = set()
+        for module, attribute, name in _places_of(
+            {**theirs, "distribute_tensor": torch_tensor.distribute_tensor}
+        ):
+            is_given_by_torch = module.__name__.startswith(_PACKAGES) or module.__name__ in _MODULES
+            is_outside = module.__name__.split(".")[0] not in ("torch", "shardkit")
+            if is_given_by_torch or is_outside:
+                installed.replace(module, attribute, ours[name])
+            if is_outside:
+                before.add(f"{module.__name__}.{attribute}")
+        _answer_as_dtensors(installed)
+        _say(
+            "shardkit is in the place of FSDP2: torch.distributed.fsdp gives shardkit's %s; "
+            "isinstance(param, DTensor) is True of sharded ones.",
+            ", ".join(theirs),
+        )
+        if before:
+            _say(
+                "imported before, and shardkit's now: %s. What these modules keep elsewhere is "
+                "still torch's, so call shardkit.install() first.",
+                ", ".join(sorted(before)),
+            )
         for package in _COMPANIONS:
             installed.after_import(package, functools.partial(_bring_along, installed))
     return installed

@@ -263,3 +263,48 @@ def backwards_inside_one_another(at: int) -> float:
 def test_a_hook_calls_backward_of_another_forward(spawn: Spawn, at: int) -> None:
     for found in spawn(backwards_inside_one_another, 2, at):
         assert found < 1e-12
+
+
+def trains_another_model_inside(is_inside_layer: bool) -> float:
+    """In a hook of a model's backward train another one; return how far it is from a plain one."""
+    torch.manual_seed(0)
+    plain: typing.Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+    critic, actor = copy.deepcopy(plain), copy.deepcopy(plain)
+    for model in (critic, actor):
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, critic)]
+    batches = torch.randn(3, dist.get_world_size(), 4, 6, dtype=torch.float64)
+    norms: list[float] = []
+
+    def train_critic(x: Tensor) -> None:
+        optimizers[1].zero_grad()
+        with torch.enable_grad():
+            critic(x).square().mean().backward()
+        norms.append(float(nn.utils.get_total_norm(p.grad for p in critic.parameters())))
+        optimizers[1].step()
+
+    for parts in batches:
+        x = parts[dist.get_rank()]
+        hook = actor.get_submodule("1" if is_inside_layer else "").register_forward_hook(
+            lambda _module, _inputs, output, x=x: (
+                output.register_hook(lambda _: train_critic(x)) and None
+            )
+        )
+        loss = actor(x).square().mean()
+        hook.remove()
+        loss.backward()
+        optimizers[0].zero_grad()
+        plain(parts.flatten(0, 1)).square().mean().backward()
+        norms[-1] -= float(nn.utils.get_total_norm(p.grad for p in plain.parameters()))
+        optimizers[0].step()
+    found = {name: param.full_tensor() for name, param in critic.named_parameters()}
+    away = [(found[name] - p).abs().max().item() for name, p in plain.named_parameters()]
+    return max(*away, *map(abs, norms))
+
+
+@pytest.mark.parametrize("is_inside_layer", [False, True], ids=["root", "layer"])
+def test_a_hook_trains_another_model(spawn: Spawn, is_inside_layer: bool) -> None:
+    """Its gradients are there when its own backward returns."""
+    for found in spawn(trains_another_model_inside, 2, is_inside_layer):
+        assert found < 1e-12

@@ -85,6 +85,27 @@ def test_a_second_call_changes_nothing() -> None:
         assert torch_fsdp.fully_shard is shardkit.fully_shard
 
 
+def test_a_call_that_raises_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that refuses its new name is one that nobody expects; the next call does it all."""
+
+    class Guarded(types.ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "fully_shard":
+                raise RuntimeError(name)
+            super().__setattr__(name, value)
+
+    module = Guarded("guarded")
+    vars(module)["fully_shard"] = before = torch_fsdp.fully_shard
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "guarded", module)
+        with pytest.raises(RuntimeError, match="fully_shard"):
+            shardkit.install()
+    assert torch_fsdp.fully_shard is before
+    with shardkit.install():
+        assert torch_fsdp.fully_shard is shardkit.fully_shard
+    assert torch_fsdp.fully_shard is before
+
+
 def test_rank_0_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

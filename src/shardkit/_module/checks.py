@@ -91,7 +91,9 @@ def check_module(module: nn.Module) -> None:
             raise WrapError(msg)
 
 
-def check_ignored(ignored: set[nn.Parameter]) -> None:
+def checked_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    """Return the ignored parameters; ``module.parameters()`` yields each of them only once."""
+    ignored = set(() if ignored_params is None else ignored_params)
     for param in ignored:
         if not isinstance(param, nn.Parameter):
             msg = (
@@ -99,6 +101,7 @@ def check_ignored(ignored: set[nn.Parameter]) -> None:
                 f"{{module.gate.weight}}, not names."
             )
             raise WrapError(msg)
+    return ignored
 
 
 def checked_reshard(

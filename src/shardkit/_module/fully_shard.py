@@ -229,8 +229,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     for each in modules:
         checks.check_module(each)
     mp_policy, offload_policy = as_mixed_precision(mp_policy), as_offload(offload_policy)
-    ignored = ignored_params or set()
-    checks.check_ignored(ignored)
+    ignored = checks.checked_ignored(ignored_params)
     inside = [*dict.fromkeys(g for each in modules for g in groups_in(each, recurse=True))]
     for inner in inside:
         inner.show(unsharded=False)

@@ -167,18 +167,31 @@ class Backward:
     _any_fired: bool = False
     _makes_graph: bool = False
     _number: int = 0
+    _awaits_run: bool = False  # Whether a forward has begun it, and no gradient has come yet.
+    _run: int = -1  # Number of the engine's run whose end ends it.
 
     def __post_init__(self) -> None:
         """Begin outside of all forwards."""
         self._inside: dict[int, list[ForwardRecord]] = {group.index: [] for group in self._groups}
 
-    def begin_backward(self) -> None:
-        """Handle the first event of a backward: fix the order, and ask for a call at the end."""
+    def begin_backward(self, *, by_forward: bool = False) -> None:
+        """Handle the first event of a backward: fix the order, and ask for a call at the end.
+
+        A forward inside of another model's backward may be followed by a backward of its own, also
+        inside: then the end of that one is the end.
+        """
         if self.recover is not None:
             self.recover()
         if self.is_running:
+            if self._awaits_run and not by_forward:
+                self._awaits_run = False
+                if self._run != torch_autograd.current_run():
+                    self._any_fired = not _chosen
+                    torch_autograd.queue_backward_callback(self.end_backward)
             return
         self.is_running = True
+        self._awaits_run = by_forward
+        self._run = torch_autograd.current_run()
         self._number = next(_numbers)
         self._any_fired = not _chosen
         self._makes_graph = False
@@ -346,7 +359,7 @@ class Backward:
 
     def on_grads(self, group: ParamGroup, grads: Sequence[UnshardedGrad]) -> None:
         """Handle the arrival of unsharded gradients."""
-        if not self.is_running or self.recover is not None:
+        if not self.is_running or self._awaits_run or self.recover is not None:
             self.begin_backward()
         self._any_fired = True
         state = self._schedule.states[group.index]
@@ -407,6 +420,8 @@ class Backward:
 
     def end_backward(self) -> None:
         """Handle the end of the engine's run: reduce the rest, assign gradients, free memory."""
+        if not self.is_running:
+            return  # It has ended in a run inside of this one.
         for group in reversed(self._groups):  # As backward comes to them.
             group.grad_hooks.flush()
             state = self._schedule.states[group.index]

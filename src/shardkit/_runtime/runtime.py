@@ -619,7 +619,7 @@ class Runtime:
 
     def enter_recompute(self, group: ParamGroup) -> ForwardRecord | None:
         """Enter a forward that activation checkpointing runs again."""
-        self.backward.begin_backward()
+        self.backward.begin_backward(by_forward=True)
         state = self.schedule.states[group.index]
         if state.memory is Memory.LIVE and not state.in_backward and group.is_stale:
             self.gathers.refresh(group)  # No pass has begun that would have seen the change.

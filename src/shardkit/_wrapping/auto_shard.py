@@ -160,8 +160,8 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
     policy = _policy_of(policy, auto_wrap_policy, fsdp_min_num_params)
     prepare = _prepare_of(before, auto_wrapper_callable)
     _check_model(model)
-    checks.check_ignored(ignored_params or set())
-    checks.check_kinds(checks.find_params([model], ignored_params or set()))
+    ignored = checks.checked_ignored(ignored_params)
+    checks.check_kinds(checks.find_params([model], ignored))
     chosen = None if strategy is None else strategy_of(strategy)
     if chosen is not None and reshard_after_forward is not None:
         msg = (
@@ -176,11 +176,11 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
         ),
         "shard_placement_fn": shard_placement_fn,
         "offload_policy": as_offload(offload_policy),
-        "ignored_params": ignored_params or set(),
+        "ignored_params": ignored,
     }
     axis = None if experts is None else axis_of(experts)
     shard_mesh, meshes = _meshes_of(model, mesh, chosen, common, is_plan=not apply, axis=axis)
-    tree = ModuleTree(model, ignored_params or ())
+    tree = ModuleTree(model, ignored)
     choice = _choice(tree, policy, units, shard_mesh, common)
     spread = None if meshes is None else Experts.of(tree, [*(experts or ())], meshes)
     planned = _planned(tree, shard_mesh, choice, common, spread)
@@ -323,7 +323,7 @@ def _planned(
     ordered[-1].arguments.update(of_root)
     ignored = set(common["ignored_params"])
     for unit in ordered:
-        ignored |= unit.arguments.get("ignored_params") or set()
+        ignored |= checks.checked_ignored(unit.arguments.get("ignored_params"))
     assign_params(tree, ordered, ignored)
     for unit in ordered:
         own_mesh = unit.arguments.get("mesh")

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from recording import recording_mesh
 from shardkit import (
+    ShardedTensor,
     ShardedTensorError,
     StateError,
     WrapError,
@@ -94,6 +95,23 @@ def test_lazy_modules_before_their_first_forward(by: str) -> None:
     assert type(model) is nn.Sequential
     model(torch.ones(2, 4))
     assert trains(fully_shard(model, mesh))
+
+
+@pytest.mark.parametrize("of", [set, list, iter])
+def test_ignored_parameters_may_come_one_by_one(of: Callable[[object], typing.Any]) -> None:
+    """`parameters()` of a module yields each of them only once."""
+    mesh, _ = recording_mesh((4,))
+    for by in ("fully_shard", "auto_shard", "units"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        ignored = of(model[1].parameters())
+        if by == "fully_shard":
+            fully_shard(model, mesh, ignored_params=ignored)
+        elif by == "auto_shard":
+            auto_shard(model, mesh, {"0": {}}, ignored_params=ignored)
+        else:
+            auto_shard(model, mesh, {"0": {}, "": {"ignored_params": ignored}})
+        assert not any(isinstance(param, ShardedTensor) for param in model[1].parameters())
+        assert isinstance(model[0].weight, ShardedTensor)
 
 
 def test_ignored_parameters_of_lazy_modules() -> None:
