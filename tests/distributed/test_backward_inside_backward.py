@@ -161,8 +161,7 @@ class Encoder(nn.Module):
 
 
 def backward_by_parts(model: nn.Module, tokens: Tensor, uses: typing.Sequence[bool]) -> None:
-    """Call backward of a loss over all parts; a hook in it runs the model with one part after
-    another (GradCache)."""
+    """Do as GradCache: a hook in the loss's backward runs the model with one part after another."""
     parts, encoder = tokens.chunk(len(uses)), typing.cast("Encoder", model)
 
     def encoded(index: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import typing
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import one_card
+from launching import environment_of, free_port
 from models import CASES
 from one_card import (
     CARD,
@@ -68,10 +68,7 @@ def test_a_group_may_have_an_engine_for_the_host_as_well(on_card: Spawn) -> None
 def train_from_the_environment() -> CardDifferences:
     """Let the mesh start NCCL, as under a launcher."""
     torch.distributed.destroy_process_group()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    os.environ.update(environment_of(0, 1, free_port(), LOCAL_RANK="0"))
     ranks, case = CardRanks((1,)), CASES["mlp"]
     assert "nccl" in torch.distributed.get_backend_config()
     model, plain = ranks.pair(case)

@@ -74,8 +74,10 @@ def _layout_of(cls: type[Any]) -> tuple[type, ...]:
     while first.__base__.__dictoffset__:
         first = first.__base__
     below: Any = first.__base__
-    # The names of its type variables are of no use here, and `Generic` asks for them otherwise.
-    return () if below is object else (type(below)("Layout", (below,), {"__orig_bases__": ()}),)
+    if below is object:
+        return ()
+    # `Generic` refuses a subclass that does not say which type variables it has: none.
+    return (type(below)("Layout", (below,), {"__orig_bases__": ()}),)
 
 
 def _parametrized_meta(meta: type) -> Any:
