@@ -116,8 +116,9 @@ def explain_error(statuses: Sequence[RankStatus], rank: int, silent_after_s: flo
     if known is not None or not lost:
         return known
     own = statuses[rank]
-    waited = f"{_waiting(statuses, [rank])}, " if what_is_awaited(own) is not None else ""
-    return "\n".join([f"{waited}and these ranks are lost:", *_described(statuses, lost), _LOST])
+    ended = f"a collective of rank {rank} has ended in an error"
+    what = ended if what_is_awaited(own) is None else _waiting(statuses, [rank])
+    return "\n".join([f"{what}, and these ranks are lost:", *_described(statuses, lost), _LOST])
 
 
 # --- who can go on --------------------------------------------------------------------------------

@@ -313,6 +313,13 @@ def test_an_error_is_explained_by_who_is_lost_though_it_had_issued_all() -> None
     assert "rank 1 is gone" in text
 
 
+def test_an_error_of_a_rank_that_waits_no_longer_is_explained_in_whole_sentences() -> None:
+    statuses = [rank(0, "abc", waits=None), rank(1, "abc", waits=None, state="gone")]
+    text = explain_error(statuses, 0, 60)
+    assert text is not None
+    assert text.startswith("a collective of rank 0 has ended in an error, and these ranks are lost")
+
+
 def test_an_error_of_its_own_is_not_explained() -> None:
     assert explain_error([rank(0, "abc"), rank(1, "abc")], 0, 60) is None
 
