@@ -222,6 +222,18 @@ def test_a_graph_of_gradients_after_another_backward_is_explained() -> None:
     assert "If create_graph=True made its graph: run it before the next other backward" in note
 
 
+@on_ranks(2)
+def test_a_backward_after_a_reshard_by_hand_is_explained() -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    model.unshard()
+    loss = model.weight.square().sum()
+    model.reshard()
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    (note,) = caught.value.__notes__
+    assert "If reshard() was called after the forward, call it after the backward" in note
+
+
 class Branches(nn.Module):
     """What rank `i` uses is layer `i`; nobody uses the last one."""
 

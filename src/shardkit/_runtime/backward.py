@@ -587,7 +587,8 @@ def note_freed_memory(error: BaseException) -> None:
         error.add_note(
             "this backward reads parameters of a sharded module whose memory was freed. If "
             "create_graph=True made its graph: run it before the next other backward of the "
-            "model, each time but the last with retain_graph=True. In other cases, call "
+            "model, each time but the last with retain_graph=True. If reshard() was called after "
+            "the forward, call it after the backward. In other cases, call "
             "set_reshard_after_backward(False) on the module."
         )
 
