@@ -226,7 +226,7 @@ def test_a_graph_of_gradients_after_another_backward_is_explained() -> None:
 def test_a_backward_after_a_reshard_by_hand_is_explained() -> None:
     model = fully_shard(nn.Linear(3, 3))
     model.unshard()
-    loss = model.weight.square().sum()
+    loss = (torch.ones(2, 3, requires_grad=True) @ model.weight.t()).sum()
     model.reshard()
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
