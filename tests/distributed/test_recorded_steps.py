@@ -24,7 +24,7 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 NUM_STEPS = 14
-DELAY_S = 0.06
+DELAY_S = 0.12
 WIDTH = 64
 
 
