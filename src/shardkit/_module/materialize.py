@@ -611,7 +611,7 @@ class Filling:
         """Initialize modules until all wanted tensors have values; failed ones stay on meta."""
         for unit in self._units:
             inside = [*unit.module.parameters(), *unit.module.buffers()]
-            if unit.initializers and any(id(tensor) in self._pending for tensor in inside):
+            if any(id(tensor) in self._pending for tensor in inside):
                 with contextlib.suppress(Exception):
                     self._fill(unit)
         self._execute(None)
@@ -688,8 +688,8 @@ class Filling:
         """Initialize a module and keep the wanted tensors; return the bytes that are freed then."""
         freed = 0
         wanted = self._wanted_of(unit)
-        if not wanted and not self._writes_inside(unit):
-            return freed  # Tied to what an earlier module has initialized.
+        if not unit.initializers or not (wanted or self._writes_inside(unit)):
+            return freed  # Earlier modules that hold the same tensors have initialized them or not.
         with StandIns(unit, self.device, self._pending, self._take_inside) as stand_ins:
             for calls in unit.initializers:
                 self._run(unit, calls)
