@@ -300,10 +300,8 @@ def _check_names(names: Sequence[Sequence[str]], of_first: Sequence[Sequence[str
 def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
     if isinstance(path, (str, os.PathLike)):
         return FullFile(path)
-    if isinstance(path, Mapping) and not any(isinstance(v, Tensor) for v in path.values()):
-        inner = path.get("model")
-        path = inner if isinstance(inner, Mapping) else path
-    return StateInMemory(path)
+    inner = path.get("model") if isinstance(path, Mapping) else None
+    return StateInMemory(inner if isinstance(inner, Mapping) else path)
 
 
 def _fill_all(source: Source, names_of: Mapping[Tensor, list[str]], meter: Meter) -> None:

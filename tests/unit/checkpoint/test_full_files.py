@@ -8,16 +8,18 @@ import json
 import math
 import os
 import pathlib
+import types
 import typing
 import zipfile
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint import FullFile, consolidate
+from shardkit.checkpoint import FullFile, consolidate, load_full
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._files.formats import FullWriter, parse_size
 
@@ -90,7 +92,8 @@ def save_torch(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path
 
 
 def save_nested(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path:
-    torch.save({"epoch": 3, "state_dict": tensors, "optimizer": {}}, folder / "all.pth")
+    beside = {"epoch": 3, "optimizer": {}, "random": torch.get_rng_state()}
+    torch.save({**beside, "state_dict": tensors}, folder / "all.pth")
     return folder / "all.pth"
 
 
@@ -252,6 +255,29 @@ def test_tied_names(tmp_path: pathlib.Path) -> None:
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
     assert torch.equal(loaded["b"], whole)
     assert list(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["a", "c"]
+
+
+def test_tensors_in_what_is_no_tensor(tmp_path: pathlib.Path) -> None:
+    array, empty = np.ones(5), torch.empty(0)
+    tables = [torch.from_numpy(array), torch.from_numpy(array), empty, empty.view(0, 2)]
+    path = tmp_path / "x.pt"
+    with FullWriter(path, {}, format="torch", others={"tables": tables}):
+        pass
+    assert all(map(torch.equal, torch.load(path)["tables"], tables))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None, "its checksums are right"
+    held = types.SimpleNamespace(table=torch.ones(1))
+    with (
+        pytest.raises(CheckpointError, match="an object with tensors in it"),
+        FullWriter(path, {}, format="torch", others={"held": held}),
+    ):
+        pass
+
+
+def test_a_state_dict_beside_other_tensors_in_memory() -> None:
+    saved, model = nn.Linear(2, 3), nn.Linear(2, 3)
+    load_full({"random": torch.get_rng_state(), "model": saved.state_dict()}, model)
+    assert_all_same(model.state_dict(), saved.state_dict())
 
 
 @pytest.mark.parametrize("format", ["torch", "safetensors"])
