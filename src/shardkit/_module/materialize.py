@@ -259,7 +259,12 @@ class StandIns(TorchFunctionMode):
         take: A function that is called with the name, the tensor and its values, for tensors of
             modules inside, if these may have been written. It decides which values to keep. Their
             memory is freed after the call.
+
+    Attributes:
+        is_touched: Whether a function of torch got a tensor of modules inside.
     """
+
+    is_touched = False
 
     def __init__(
         self,
@@ -378,6 +383,7 @@ class StandIns(TorchFunctionMode):
         looks = name in _LOOKS and attribute not in _STRIDED
         touched = self._load_for(name, (args[1:] if looks else args, kwargs))
         result = func(*args, **kwargs)
+        self.is_touched |= bool(touched)
         if touched and (name == "data_ptr" or not _is_plain(result)):
             for loan in touched:
                 loan.is_pinned = True
@@ -694,7 +700,7 @@ class Filling:
             for calls in unit.initializers:
                 self._run(unit, calls)
                 unwritten = stand_ins.unwritten()
-                if not unwritten:
+                if not unwritten and (wanted or stand_ins.is_touched):
                     break
             results = stand_ins.results()
         for place in wanted:
