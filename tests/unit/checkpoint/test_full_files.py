@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import FullFile, consolidate, load_full
+from shardkit.checkpoint._files import formats
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._files.formats import FullWriter, parse_size
 
@@ -343,6 +344,29 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(
             write_full(tmp_path / name, infos, [("a", torch.ones(3))], format)
         assert (tmp_path / name).read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["write_synced", "_is_linked"])
+def test_a_directory_gets_all_files_or_none(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The disk is full when the index is written, or breaks when files get their names."""
+    original = getattr(formats, name)
+
+    def fail(path: pathlib.Path, *rest: typing.Any) -> bool:
+        if "index" in path.name:
+            raise OSError(28, "No space left on device")
+        return original(path, *rest)
+
+    infos = {each: TensorInfo((3,), torch.float32) for each in "ab"}
+    values = [(each, torch.ones(3)) for each in infos]
+    with monkeypatch.context() as broken:
+        broken.setattr(formats, name, fail)
+        with pytest.raises(OSError, match="No space"):
+            write_full(tmp_path / "x", infos, values, "torch", 12)
+    assert list((tmp_path / "x").iterdir()) == []
+    write_full(tmp_path / "x", infos, values, "torch", 12)
+    assert torch.equal(FullFile(tmp_path / "x").whole("b"), torch.ones(3))
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -736,7 +736,7 @@ class FullWriter:
         self._arrange = arrange
         self._writers: list[TensorWriter] = []
         self._writer_of: dict[str, TensorWriter] = {}
-        self._index: dict[str, Any] | None = None
+        self._index: dict[Path, Any] = {}  # One at most, with its content.
         if format not in _STEMS:
             msg = f"format must be 'torch' or 'safetensors', got {format!r}."
             raise CheckpointError(msg)
@@ -758,14 +758,15 @@ class FullWriter:
         self._plan = {self.path: list(self._infos)}
         if self._is_directory:
             self._plan = self._plan_directory(max_shard_size)
-        self._asides = {file: new_aside(file, INCOMPLETE) for file in self._plan}
+        # The index last, since without it the directory is no model.
+        self._asides = {file: new_aside(file, INCOMPLETE) for file in (*self._plan, *self._index)}
 
     def __enter__(self) -> Self:
         try:
             parent = next(iter(self._plan)).parent
             parent.mkdir(parents=True, exist_ok=True)
             for aside in asides_in(parent):
-                if aside.target in self._plan and aside.is_abandoned and aside.path.is_file():
+                if aside.target in self._asides and aside.is_abandoned and aside.path.is_file():
                     aside.path.unlink(missing_ok=True)
             for file, names in self._plan.items():
                 writer = self._make_writer(self._asides[file], names)
@@ -816,7 +817,7 @@ class FullWriter:
         weight_map = {name: f for f, names in zip(files, shards, strict=True) for name in names}
         if self._format == "torch":
             weight_map |= {name: weight_map[first] for name, first in self._tied.items()}
-        self._index = {
+        self._index[self.path / f"{stem}{suffix}{_INDEX_SUFFIX}"] = {
             "metadata": {"total_size": sum(info.nbytes for info in self._infos.values())},
             "weight_map": weight_map,
         }
@@ -838,18 +839,13 @@ class FullWriter:
     def _commit(self) -> None:
         for writer in self._writers:
             writer.finish()
+        for file, content in self._index.items():
+            write_synced(self._asides[file], f"{json.dumps(content, indent=2)}\n".encode())
         self._give_names()
-        if self._index is not None:
-            # Last, since without it the directory is no model.
-            stem, suffix = _STEMS[self._format]
-            index = self.path / f"{stem}{suffix}{_INDEX_SUFFIX}"
-            aside = new_aside(index, INCOMPLETE)
-            write_synced(aside, f"{json.dumps(self._index, indent=2)}\n".encode())
-            aside.replace(index)
         fsync_directory(next(iter(self._asides)).parent)
 
     def _give_names(self) -> None:
-        """Rename all files; in a directory none, if another job has written one meanwhile."""
+        """Rename all files; in a directory none, if another job has written one, or one fails."""
         named: list[Path] = []
         try:
             for file, aside in self._asides.items():
@@ -857,9 +853,11 @@ class FullWriter:
                     named.append(file)
                 else:
                     aside.replace(file)
-        except FileExistsError as error:
+        except OSError as error:
             for file in named:
                 file.unlink()
+            if not isinstance(error, FileExistsError):
+                raise
             msg = (
                 f"{self.path}: another job has written {Path(error.filename2).name!r} meanwhile, "
                 f"and files of two models would be mixed. Give each job a directory of its own."
