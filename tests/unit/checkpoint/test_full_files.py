@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     *(torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64),
 ]
 SHAPES = [(), (5,), (0, 4), (7, 13), (3, 2, 5)]
