@@ -207,11 +207,13 @@ def test_dicts_of_users_keep_their_entries() -> None:
     model = nn.Linear(2, 2)
     model.labels = {number: str(number) for number in range(10_000)}
     model.words = collections.defaultdict(list, model.labels)
+    model.own_hooks = {"first": 1}
     fully_shard(model, recording_mesh((2,))[0])
     assert not model.labels.keys().isdisjoint(model._forward_hooks)  # noqa: SLF001
     for copied in (copy.deepcopy(model), torch.load(saved(model), weights_only=False)):
         assert copied.labels == model.labels
         assert copied.words == model.words
+        assert copied.own_hooks == model.own_hooks
         assert len(copied._forward_hooks) == 1  # noqa: SLF001
 
 
