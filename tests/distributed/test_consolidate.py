@@ -192,6 +192,14 @@ def test_where_the_model_is_can_be_said(spawn: Spawn, tmp_path: pathlib.Path) ->
     Names().load_state_dict(torch.load(out))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
+def test_the_key_of_the_model_may_have_a_dot(tmp_path: pathlib.Path) -> None:
+    state = Names().state_dict()
+    dcp.save({"net.v2": state, "epoch": 3}, checkpoint_id=tmp_path / "x", no_dist=True)
+    out = consolidate(tmp_path / "x", tmp_path / "x.pt", model_key="net.v2")
+    assert_same(torch.load(out), dict(state))
+
+
 def save_tensor_parallel(folder: str) -> StateDict:
     plain, model = parallel_models.make("gpt", (2, 2))
     save(pathlib.Path(folder) / "tp", model)

@@ -251,8 +251,8 @@ def _model_root(checkpoint: Source, source: object, model_key: str | None) -> Ke
     parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
     shown = listed(sorted({join_keys(parent[:2]) or "(top)" for parent in parents}), str)
     if model_key is not None:
-        root = tuple(model_key.split(".")) if model_key else ()
-        if root not in parents:
+        root = next((each for each in parents if join_keys(each) == model_key), None)
+        if root is None:
             msg = f"{source} has no state dict under {model_key!r}; it has {shown}."
             raise CheckpointError(msg)
         return root
