@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import typing
+import zipfile
 
 import pytest
 import safetensors.torch
@@ -99,10 +100,10 @@ def test_shardkits_checkpoints(
     single = consolidate(source, tmp_path / "x.safetensors", format="safetensors")
     assert_same(safetensors.torch.load_file(single), whole["model"])
     half = consolidate(source, tmp_path / "half.pt", dtype=torch.bfloat16)
-    assert_same(
-        torch.load(half),
-        {k: v.bfloat16() if v.is_floating_point() else v for k, v in whole["model"].items()},
-    )
+    halves = {k: v.bfloat16() if v.is_floating_point() else v for k, v in whole["model"].items()}
+    assert_same(torch.load(half), halves)
+    half = consolidate(source, tmp_path / "half.pt", dtype=torch.bfloat16, optimizer=True)
+    assert_same(torch.load(half, weights_only=True), {**whole, "model": halves})
     parts = consolidate(source, tmp_path / "hf", format="safetensors", max_shard_size=5000)
     again = consolidate(parts, tmp_path / "again.pt")
     assert_same(torch.load(again), whole["model"])
@@ -191,6 +192,14 @@ def test_where_the_model_is_can_be_said(spawn: Spawn, tmp_path: pathlib.Path) ->
     Names().load_state_dict(torch.load(out))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
+def test_the_key_of_the_model_may_have_a_dot(tmp_path: pathlib.Path) -> None:
+    state = Names().state_dict()
+    dcp.save({"net.v2": state, "epoch": 3}, checkpoint_id=tmp_path / "x", no_dist=True)
+    out = consolidate(tmp_path / "x", tmp_path / "x.pt", model_key="net.v2")
+    assert_same(torch.load(out), dict(state))
+
+
 def save_tensor_parallel(folder: str) -> StateDict:
     plain, model = parallel_models.make("gpt", (2, 2))
     save(pathlib.Path(folder) / "tp", model)
@@ -232,6 +241,21 @@ def test_what_dcp_takes_apart_or_leaves_out_is_there(
     optimizer.param_groups[0]["lr"] = 1
     set_optimizer_state_dict(model, optimizer, both["optim"])
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
+def test_a_parameter_may_have_the_name_of_the_models_key(tmp_path: pathlib.Path) -> None:
+    model = nn.ParameterDict({"model": torch.ones(2)})
+    optimizer = torch.optim.Adam(model.parameters())
+    model["model"].sum().backward()
+    optimizer.step()
+    save(tmp_path / "x", model, optimizer, notes={"table": torch.ones(3)})
+    out = consolidate(tmp_path / "x", tmp_path / "x.pt")
+    assert_same(torch.load(out), {"model": model["model"].detach()})
+    notes = consolidate(tmp_path / "x", tmp_path / "notes.pt", model_key="extra")
+    assert_same(torch.load(notes), {"notes": {"table": torch.ones(3)}})
+    with zipfile.ZipFile(notes) as archive:
+        assert archive.testzip() is None, "its checksums are right"
 
 
 def test_tensor_parallel_checkpoints(spawn: Spawn, tmp_path: pathlib.Path) -> None:

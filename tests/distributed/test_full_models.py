@@ -19,7 +19,7 @@ import parallel_models
 from checkpoints import assert_same
 from models import CASES
 from reference import full, make_mesh, my_batch, shard
-from shardkit import fully_shard
+from shardkit import ShardedTensor, fully_shard
 from shardkit.checkpoint import FullFile, load_full, save_full
 from shardkit.checkpoint._files import disk
 from workers import on_ranks
@@ -248,6 +248,12 @@ def test_what_is_not_sharded(tmp_path: pathlib.Path) -> None:
     saved = save_full(pathlib.Path(folder) / "saved.pt", model)
     dist.barrier()
     assert_same(torch.load(saved)["_extra_state"], {"notes": notes})
+    average = next(p for p in model.parameters() if isinstance(p, ShardedTensor)).detach().clone()
+    model.notes = [{"average": average}]
+    save_full(saved, model)
+    dist.barrier()
+    extra = torch.load(saved, weights_only=True)["_extra_state"]
+    assert_same(extra, {"notes": [{"average": average.full_tensor()}]})
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (3,)), ("conv", (2, 2))], ids=str)

@@ -257,6 +257,11 @@ def test_parameters_that_were_replaced_are_taken_up_or_refused() -> None:
         summon_full_params(model),
     ):
         model.positions = nn.Parameter(torch.zeros(3))
+    with (
+        pytest.raises(StateError, match=r"'positions' of shape \(12, 32\) .* of shape \(32,\)"),
+        summon_full_params(model),
+    ):
+        model.positions.data = torch.zeros(32)
     plain.head.weight.data.copy_(new)
     assert_full_values(model, plain)  # And the sharded ones are shown.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import copyreg
 import gc
@@ -200,6 +201,19 @@ def test_hooks_made_after_loading_take_no_ones_place() -> None:
         assert len(twin.layers[0]._forward_hooks) == len(handles) + before + 1  # noqa: SLF001
     finally:
         torch.utils.hooks.RemovableHandle.next_id = before
+
+
+def test_dicts_of_users_keep_their_entries() -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model, recording_mesh((2,))[0])
+    model.labels = dict.fromkeys(model._forward_hooks, "a number of a hook")  # noqa: SLF001
+    model.words = collections.defaultdict(list, model.labels)
+    model.own_hooks = {"first": 1}
+    for copied in (copy.deepcopy(model), torch.load(saved(model), weights_only=False)):
+        assert copied.labels == model.labels
+        assert copied.words == model.words
+        assert copied.own_hooks == model.own_hooks
+        assert len(copied._forward_hooks) == 1  # noqa: SLF001
 
 
 def test_modules_that_share_a_group_share_it_after_loading() -> None:

@@ -204,6 +204,15 @@ def test_a_shared_buffer_is_cast_and_stays_one(*, is_apart: bool) -> None:
     assert first.table.dtype == BF16
 
 
+def test_buffers_inside_of_a_sharded_module_keep_its_dtype() -> None:
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)), nn.BatchNorm1d(2))
+    mesh, _ = recording_mesh((2,))
+    fully_shard(model[0], mesh)
+    fully_shard(model, mesh, MixedPrecisionPolicy(buffer_dtype=BF16))
+    dtypes = {name: buffer.dtype for name, buffer in model.named_buffers() if "mean" in name}
+    assert dtypes == {"0.0.running_mean": torch.float32, "1.running_mean": BF16}
+
+
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "bfloat16"])
 def test_dtypes_that_would_lose_the_values_are_refused(name: str, dtype: torch.dtype) -> None:

@@ -94,6 +94,10 @@ COMPILED_CALL = "_compiled_call_impl"
 """Attribute in which `Module.compile` keeps a replacement call, bound to one module: not copied."""
 
 
+FLAGS_OF_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+"""Attributes where modules keep what was asked of hooks, by the number of the hook."""
+
+
 def untraced(fn: F, *, inner: bool = True) -> F:
     """Keep torch.compile out of a function, and unless `inner` is False out of all that it calls.
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardkit._compat import torch_tensors
 from shardkit._errors import ShardkitError, StateError
 from shardkit._module.hooks import get_state, groups_in
+from shardkit._params.state_dicts import map_leaves
 from shardkit._settings import watch_settings
 from shardkit._tree import iter_tensors, map_tensors
 
@@ -103,7 +104,9 @@ class _Inputs:
                 raise StateError(msg)
         self.tree = map_tensors(torch.clone, given)
         self._tensors = _tensors_in(self.tree)
-        self._skeleton = map_tensors(_shape_of, given)
+        # Its containers are copies: code may change a list in place.
+        shapes = map_tensors(_shape_of, given)
+        self._skeleton = map_leaves(shapes, lambda e: set(e) if isinstance(e, set) else e)
 
     def fill(self, given: tuple[Any, ...]) -> None:
         """Copy new values to the same places; raise if shapes or other arguments differ."""
@@ -229,15 +232,16 @@ class _Frozen:
 class _Updates:
     """Optimizers that take a step in the graph, and the settings that the graph holds of them."""
 
-    def __init__(self, step: str) -> None:
+    def __init__(self, step: str, device_type: str) -> None:
         self._step = step
+        self._device_type = device_type
         self._of: dict[Optimizer, tuple[Any, list[dict[str, Any]]]] = {}
         self._loaded: set[Optimizer] = set()
 
     def note(self, optimizer: Optimizer, *_: Any) -> None:
         """Note an optimizer's step in the capture; meanwhile this is a hook of all optimizers."""
         if optimizer not in self._of:
-            self._of[optimizer] = (_state_of(optimizer), _numbers_of(optimizer))
+            self._of[optimizer] = (_state_of(optimizer), self._numbers_of(optimizer))
             optimizer.register_load_state_dict_post_hook(self._loaded.add)
 
     def check(self) -> None:
@@ -252,10 +256,10 @@ class _Updates:
                 raise _differs(
                     self._step, f"the number of groups of {name}", len(groups), num_groups
                 )
-            for then, now in zip(groups, _numbers_of(optimizer), strict=True):
+            for then, now in zip(groups, self._numbers_of(optimizer), strict=True):
                 for key, value in now.items():
                     was = then.get(key)
-                    # A replay reads tensors again, so their values may change.
+                    # A replay reads tensors of the device again, so their values may change.
                     if was is value or (not isinstance(value, Tensor) and _equal(was, value)):
                         continue
                     remedy = (
@@ -265,22 +269,23 @@ class _Updates:
                     )
                     raise _differs(self._step, f"{key!r} of {name}", was, value, remedy)
 
+    def _numbers_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Return the current settings, so that a later change in place does not change these."""
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.device.type != self._device_type:
+                return value.tolist()  # A graph holds the values of the host's tensors.
+            return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+
+        return [
+            {key: copied(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
 
 def _state_of(optimizer: Optimizer) -> Any:
     """Return the dict where an optimizer keeps its state; None: it makes one at each request."""
     return vars(optimizer).get("state")
-
-
-def _numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the current settings; copies, since code may change a list in place."""
-    return [
-        {
-            key: copy.copy(value) if isinstance(value, (list, dict, set)) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
 
 
 class _Gradients:
@@ -473,7 +478,7 @@ class CapturedStep(Generic[P, R]):
         frozen = _Frozen(self._name, roots)
         pieces: list[Any] = [e.param for g in groups for b in g.buckets for e in b.entries]
         versions = [torch_tensors.version_of(param.local_piece) for param in pieces]
-        updates = _Updates(self._name)
+        updates = _Updates(self._name, self._device.type)
         noting = register_optimizer_step_pre_hook(updates.note)
         try:
             with self._graph.capturing():

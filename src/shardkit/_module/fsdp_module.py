@@ -990,6 +990,7 @@ def _restore(
         for name, hooks in child.__dict__.items()
         if name.endswith("hooks") and isinstance(hooks, dict)
         for number in hooks
+        if isinstance(number, int)  # Dicts of users may have such names, too.
     ]
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
     state = ModuleState(module, group, policy)

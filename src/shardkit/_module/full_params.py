@@ -52,6 +52,7 @@ class WholeBucket:
             grads = [param.grad for param in bucket.sharded]
             for index, grad in self._gather(grads, keep=keep).items():
                 self.params[index].grad = grad
+        self._shapes = [tuple(param.shape) for param in self.params]
         self._version = bucket.store.shard_version
         bucket.sites.show_others(self.params or None)
 
@@ -113,7 +114,7 @@ class WholeBucket:
     def _found(self, index: int) -> nn.Parameter:
         """Return the parameter that modules hold: the whole one, or another of its shape."""
         entry, whole = self._bucket.entries[index], self.params[index]
-        shape = tuple(whole.shape)
+        shape = self._shapes[index]  # Not that of `whole`, which ``.data = ...`` changes.
         places = self._bucket.sites.held(index)
         found = next((param for param in places if param is not whole), whole)
         if not isinstance(found, nn.Parameter) or tuple(found.shape) != shape:

@@ -328,12 +328,14 @@ def _detach_computed_weights(found: list[ParamEntry]) -> None:
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers of `module`, but not those of sharded modules in it.
+    """Cast the floating-point buffers of `module`, but not those inside of sharded modules in it.
 
     The buffer objects stay the same: modules may share them, also with modules of another group.
     """
+    sharded = [each for each in module.modules() if get_state(each) is not None]
+    of_others = {inner for each in sharded for inner in each.modules()}
     for child in module.modules():
-        if child is not module and get_state(child) is not None:
+        if child in of_others:
             continue
         for name, buffer in child._buffers.items():  # noqa: SLF001 - named_buffers skips None
             if buffer is not None and buffer.is_floating_point():

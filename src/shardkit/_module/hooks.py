@@ -118,20 +118,21 @@ class ModuleState:
 
     def without_own_hooks(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return attributes of the module without this state and what it installed."""
-        dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
-        own = {  # With the method that a pipeline calls.
-            key
-            for hooks in dicts.values()
-            for key, hook in hooks.items()
-            if getattr(hook, "__self__", None) is self
-        }
-        return {
-            name: type(value)((k, v) for k, v in value.items() if k not in own)
-            if name in dicts and own.intersection(value)
-            else value
-            for name, value in attributes.items()
-            if name not in (STATE_ATTRIBUTE, torch_modules.COMPILED_CALL)
-        }
+        own = {key for each in attributes.values() for key in self._installed_in(each)}
+        result: dict[str, Any] = {}
+        for name, value in attributes.items():
+            # Only torch's flags go by the number of a hook: users may keep dicts with numbers, too.
+            gone = own if name in torch_modules.FLAGS_OF_HOOKS else self._installed_in(value)
+            if gone:
+                result[name] = type(value)((k, v) for k, v in value.items() if k not in gone)
+            elif name not in (STATE_ATTRIBUTE, torch_modules.COMPILED_CALL):
+                result[name] = value
+        return result
+
+    def _installed_in(self, value: Any) -> set[Any]:
+        """Return the keys of a dict with what this state installed: hooks, and for pipelines."""
+        entries = value.items() if isinstance(value, dict) else ()
+        return {key for key, entry in entries if getattr(entry, "__self__", None) is self}
 
     @torch_tensors.unseen_by_transforms
     def make_runtime(self) -> Runtime | None:

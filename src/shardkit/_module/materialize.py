@@ -259,7 +259,12 @@ class StandIns(TorchFunctionMode):
         take: A function that is called with the name, the tensor and its values, for tensors of
             modules inside, if these may have been written. It decides which values to keep. Their
             memory is freed after the call.
+
+    Attributes:
+        is_touched: Whether a function of torch got a tensor of modules inside.
     """
+
+    is_touched = False
 
     def __init__(
         self,
@@ -378,6 +383,7 @@ class StandIns(TorchFunctionMode):
         looks = name in _LOOKS and attribute not in _STRIDED
         touched = self._load_for(name, (args[1:] if looks else args, kwargs))
         result = func(*args, **kwargs)
+        self.is_touched |= bool(touched)
         if touched and (name == "data_ptr" or not _is_plain(result)):
             for loan in touched:
                 loan.is_pinned = True
@@ -611,7 +617,7 @@ class Filling:
         """Initialize modules until all wanted tensors have values; failed ones stay on meta."""
         for unit in self._units:
             inside = [*unit.module.parameters(), *unit.module.buffers()]
-            if unit.initializers and any(id(tensor) in self._pending for tensor in inside):
+            if any(id(tensor) in self._pending for tensor in inside):
                 with contextlib.suppress(Exception):
                     self._fill(unit)
         self._execute(None)
@@ -688,13 +694,13 @@ class Filling:
         """Initialize a module and keep the wanted tensors; return the bytes that are freed then."""
         freed = 0
         wanted = self._wanted_of(unit)
-        if not wanted and not self._writes_inside(unit):
-            return freed  # Tied to what an earlier module has initialized.
+        if not unit.initializers or not (wanted or self._writes_inside(unit)):
+            return freed  # Earlier modules that hold the same tensors have initialized them or not.
         with StandIns(unit, self.device, self._pending, self._take_inside) as stand_ins:
             for calls in unit.initializers:
                 self._run(unit, calls)
                 unwritten = stand_ins.unwritten()
-                if not unwritten:
+                if not unwritten and (wanted or stand_ins.is_touched):
                     break
             results = stand_ins.results()
         for place in wanted:

@@ -229,9 +229,10 @@ class Bucket:
             swap_tensors(entry.param, replacement)
         except RuntimeError as error:
             msg = (
-                f"parameter {entry.name!r} cannot be sharded in place: {error} Call fully_shard "
-                f"before anything keeps weak references to the parameter or a graph that uses it "
-                f"(delete old outputs and losses first). A profiler with stacks keeps them, too: "
+                f"parameter {entry.name!r} cannot be sharded in place: "
+                f"{str(error).removesuffix('.')}. Call fully_shard before anything keeps weak "
+                f"references to the parameter or a graph that uses it (delete old outputs and "
+                f"losses first). A profiler with stacks keeps them, too: "
                 f"start it afterwards."
             )
             raise WrapError(msg) from error

@@ -40,7 +40,7 @@ from shardkit.checkpoint._files.formats import Format, FullFile, FullWriter
 from shardkit.checkpoint._local import RankFiles, open_rank_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
 
     from torch import Tensor
 
@@ -102,12 +102,17 @@ def consolidate(  # noqa: PLR0913 - the checkpoint, and the file to write
     """
     check_saved_dtype(dtype)
     checkpoint = open_checkpoint(source, suffix)
-    keys, put_together = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
+    keys, of_model, put_together = _plan(
+        checkpoint, source, model_key=model_key, optimizer=optimizer
+    )
     names = {name: key for name, key in keys.items() if key in checkpoint.infos}
     if optimizer and (format != "torch" or max_shard_size is not None):
         msg = "an optimizer's state fits one torch file only: leave out the other options."
         raise CheckpointError(msg)
-    infos = {name: converted(checkpoint.infos[key], dtype) for name, key in names.items()}
+    infos = {
+        name: converted(checkpoint.infos[key], dtype if key in of_model else None)
+        for name, key in names.items()
+    }
     by_key = {key: name for name, key in reversed(names.items())}
     tied = {
         name: by_key[checkpoint.tied[key]]
@@ -195,8 +200,13 @@ def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _plan(
     checkpoint: Source, source: object, *, model_key: str | None, optimizer: bool
-) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
-    """Return the key in the checkpoint for each name in the file, and what makes its content."""
+) -> tuple[dict[str, str], Container[str], Callable[[dict[str, Any]], Any]]:
+    """Return how to make a file of a checkpoint.
+
+    Returns:
+        Keys in the checkpoint, by names in the file; the keys of the model among them; function
+        that makes the content of the file.
+    """
     root = _model_root(checkpoint, source, model_key)
     paths = checkpoint.paths.items()
     # Below a name there are further keys where DCP has taken extra state apart.
@@ -233,7 +243,7 @@ def _plan(
             content["optim"] = {"state": {}, **content["optim"]}
         return content
 
-    return keys, put_together
+    return keys, inside, put_together
 
 
 def _model_root(checkpoint: Source, source: object, model_key: str | None) -> Keys:
@@ -241,12 +251,15 @@ def _model_root(checkpoint: Source, source: object, model_key: str | None) -> Ke
     parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
     shown = listed(sorted({join_keys(parent[:2]) or "(top)" for parent in parents}), str)
     if model_key is not None:
-        root = tuple(model_key.split(".")) if model_key else ()
-        if root not in parents:
+        root = next((each for each in parents if join_keys(each) == model_key), None)
+        if root is None:
             msg = f"{source} has no state dict under {model_key!r}; it has {shown}."
             raise CheckpointError(msg)
         return root
     found = [parent for parent in parents if parent and parent[-1] == "model"]
+    # Not what is called so inside of a model, or in the state of its optimizer.
+    heads = [(*root[:-1], name) for root in found for name in ("model", *_OPTIMIZERS)]
+    found = [p for p in found if not any(p[: len(head)] == head != p for head in heads)]
     if len(found) > 1:
         names = listed(found, join_keys)
         msg = f"{source} has several models ({names}). Choose one by model_key."

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._module.materialize import rebuild_buffers
+from shardkit._params.state_dicts import holds_sharded
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
@@ -28,6 +29,7 @@ from shardkit.checkpoint._files.disk import (
     converted,
 )
 from shardkit.checkpoint._files.formats import Format, FullFile, FullWriter
+from shardkit.checkpoint._state.model_and_optimizer import whole_state
 from shardkit.checkpoint._state.names import (
     device_of,
     mesh_of,
@@ -87,8 +89,8 @@ def save_full(
             not sharded, or is on several meshes.
 
     Cost: within the writer's shard axis, a broadcast of each piece in parts of 16 MiB, in sum the
-    file's bytes; and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters one whole
-    tensor.
+    file's bytes; and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters, and for
+    sharded tensors in extra state, whole tensors.
     """
     disk.check_saved_dtype(dtype)
     state = state_of(model)
@@ -104,9 +106,11 @@ def save_full(
                 f"ones. Keep it dense, or save a checkpoint by shardkit.checkpoint.save."
             )
             raise CheckpointError(msg)
-    others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
     infos = {name: converted(TensorInfo.of(v), dtype) for name, v in tensors.items()}
     first = FirstRank(axes_of(mesh), f"could not write {path}")
+    others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
+    sharded = {name: v for name, v in others.items() if holds_sharded(v)}
+    others |= whole_state(sharded, keep=first.is_this, to_cpu=True)
     writer: FullWriter | None = None
     with contextlib.ExitStack() as stack:
         if first.is_this:
@@ -300,10 +304,8 @@ def _check_names(names: Sequence[Sequence[str]], of_first: Sequence[Sequence[str
 def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
     if isinstance(path, (str, os.PathLike)):
         return FullFile(path)
-    if isinstance(path, Mapping) and not any(isinstance(v, Tensor) for v in path.values()):
-        inner = path.get("model")
-        path = inner if isinstance(inner, Mapping) else path
-    return StateInMemory(path)
+    inner = path.get("model") if isinstance(path, Mapping) else None
+    return StateInMemory(inner if isinstance(inner, Mapping) else path)
 
 
 def _fill_all(source: Source, names_of: Mapping[Tensor, list[str]], meter: Meter) -> None:

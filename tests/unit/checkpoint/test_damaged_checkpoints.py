@@ -117,6 +117,20 @@ def test_a_restart_goes_on_from_the_newest_good_one(saved: pathlib.Path) -> None
     assert load(newest) == {"step": 6}
 
 
+def test_keep_last_keeps_good_ones_beside_damaged_ones(saved: pathlib.Path) -> None:
+    parent = saved.parent
+    noticed = checkpoint.save(parent / "noticed", nn.Linear(1100, 1000), step=6)
+    flip(noticed / "__0_0.distcp", 100_000)
+    with pytest.raises(CheckpointError, match=r"latest\(\) passes over"):
+        load(noticed)
+    cut = checkpoint.save(parent / "cut", step=7)
+    os.truncate(cut / "__0_0.distcp", 1)
+    newest = checkpoint.save(parent / "y", step=8, keep_last=2)
+    assert {*parent.iterdir()} == {saved, noticed, cut, newest}
+    last = checkpoint.save(parent / "z", step=9, keep_last=2)
+    assert {*parent.iterdir()} == {newest, last}
+
+
 def test_a_note_that_cannot_be_written_is_not_promised(
     saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

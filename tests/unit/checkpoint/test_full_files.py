@@ -8,16 +8,19 @@ import json
 import math
 import os
 import pathlib
+import types
 import typing
 import zipfile
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint import FullFile, consolidate
+from shardkit.checkpoint import FullFile, consolidate, load_full
+from shardkit.checkpoint._files import formats
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._files.formats import FullWriter, parse_size
 
@@ -28,6 +31,7 @@ if typing.TYPE_CHECKING:
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     *(torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64),
 ]
 SHAPES = [(), (5,), (0, 4), (7, 13), (3, 2, 5)]
@@ -90,7 +94,8 @@ def save_torch(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path
 
 
 def save_nested(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path:
-    torch.save({"epoch": 3, "state_dict": tensors, "optimizer": {}}, folder / "all.pth")
+    beside = {"epoch": 3, "optimizer": {}, "random": torch.get_rng_state()}
+    torch.save({**beside, "state_dict": tensors}, folder / "all.pth")
     return folder / "all.pth"
 
 
@@ -254,6 +259,29 @@ def test_tied_names(tmp_path: pathlib.Path) -> None:
     assert list(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["a", "c"]
 
 
+def test_tensors_in_what_is_no_tensor(tmp_path: pathlib.Path) -> None:
+    array, empty = np.ones(5), torch.empty(0)
+    tables = [torch.from_numpy(array), torch.from_numpy(array), empty, empty.view(0, 2)]
+    path = tmp_path / "x.pt"
+    with FullWriter(path, {}, format="torch", others={"tables": tables}):
+        pass
+    assert all(map(torch.equal, torch.load(path)["tables"], tables))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None, "its checksums are right"
+    held = types.SimpleNamespace(table=torch.ones(1))
+    with (
+        pytest.raises(CheckpointError, match="an object with tensors in it"),
+        FullWriter(path, {}, format="torch", others={"held": held}),
+    ):
+        pass
+
+
+def test_a_state_dict_beside_other_tensors_in_memory() -> None:
+    saved, model = nn.Linear(2, 3), nn.Linear(2, 3)
+    load_full({"random": torch.get_rng_state(), "model": saved.state_dict()}, model)
+    assert_all_same(model.state_dict(), saved.state_dict())
+
+
 @pytest.mark.parametrize("format", ["torch", "safetensors"])
 def test_nothing_is_left_of_a_write_that_failed(tmp_path: pathlib.Path, format: str) -> None:  # noqa: A002
     path = tmp_path / ("model.pt" if format == "torch" else "model.safetensors")
@@ -317,6 +345,29 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(
             write_full(tmp_path / name, infos, [("a", torch.ones(3))], format)
         assert (tmp_path / name).read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["write_synced", "_is_linked"])
+def test_a_directory_gets_all_files_or_none(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The disk is full when the index is written, or breaks when files get their names."""
+    original = getattr(formats, name)
+
+    def fail(path: pathlib.Path, *rest: typing.Any) -> bool:
+        if "index" in path.name:
+            raise OSError(28, "No space left on device")
+        return original(path, *rest)
+
+    infos = {each: TensorInfo((3,), torch.float32) for each in "ab"}
+    values = [(each, torch.ones(3)) for each in infos]
+    with monkeypatch.context() as broken:
+        broken.setattr(formats, name, fail)
+        with pytest.raises(OSError, match="No space"):
+            write_full(tmp_path / "x", infos, values, "torch", 12)
+    assert list((tmp_path / "x").iterdir()) == []
+    write_full(tmp_path / "x", infos, values, "torch", 12)
+    assert torch.equal(FullFile(tmp_path / "x").whole("b"), torch.ones(3))
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import typing
+import weakref
 
 import pytest
 import torch
@@ -194,6 +195,14 @@ def _process_group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+def test_a_weak_reference_to_a_parameter() -> None:
+    model, mesh = make_model()
+    reference = weakref.ref(model[0].weight)
+    with pytest.raises(WrapError, match=r"'0.weight' cannot be sharded in place: [^.]*\. Call"):
+        fully_shard(model, mesh)
+    assert reference() is model[0].weight
 
 
 @pytest.mark.parametrize("goes", [False, True])

@@ -425,6 +425,28 @@ def test_a_transformer_is_initialized_as_by_its_constructor(
     assert_equal(model, plain)
 
 
+class Around(nn.Module):
+    """A model whose own way leaves a module alone that initializes those inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self._init_weights(self.norm)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm) and module is self.norm:
+            nn.init.constant_(module.weight, 2)
+            nn.init.zeros_(module.bias)
+
+
+@pytest.mark.parametrize("shard", [on_meta, sharded_alone])
+def test_what_a_models_own_way_leaves_alone_initializes_modules_inside(
+    shard: typing.Callable[[typing.Any], typing.Any],
+) -> None:
+    check_as_plain(Around, shard)
+
+
 class Parent(nn.Module):
     """Holds nothing itself; writes, scales and reads what modules inside hold."""
 

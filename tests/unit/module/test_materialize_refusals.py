@@ -100,6 +100,15 @@ def test_buffers_that_stay_on_meta_are_named() -> None:
     assert not model[1].weight.is_meta
 
 
+def test_a_buffer_that_stays_on_meta_may_be_held_by_several_modules() -> None:
+    model = on_meta(lambda: nn.ModuleList([nn.Linear(2, 2), nn.Module()]))
+    model[0].register_buffer("table", torch.empty(3, device="meta"))
+    model[1].register_buffer("table", model[0].table)
+    with pytest.raises(StateError, match=r"still on the meta device .*'0\.table'"):
+        materialize(model)
+    assert not model[0].weight.is_meta
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
 def test_buffers_of_any_dtype_that_stay_on_meta_are_named(dtype: torch.dtype) -> None:
     model = nn.Linear(2, 2)

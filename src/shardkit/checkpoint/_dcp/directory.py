@@ -490,7 +490,10 @@ def _saved_by(path: Path) -> str:
 def prune(path: Path, keep_last: int) -> None:
     """Delete the older checkpoints beside a new one, except the newest, and leftovers.
 
-    Newer checkpoints stay: two jobs that prune at once do not delete each other's last one.
+    Newer checkpoints stay: two jobs that prune at once do not delete each other's last one. A
+    damaged one, which `latest` passes over, does not count: the good ones before it stay.
+
+    Cost: reads the manifests and `.metadata` of those that stay.
     """
     asides = list(asides_in(path.parent))  # First, as in `prepare`.
     _recover_all(path.parent)
@@ -498,12 +501,12 @@ def prune(path: Path, keep_last: int) -> None:
         own_sequence = read_header(path).sequence
     except (OSError, CheckpointError):  # Another job has deleted it, or is replacing it.
         own_sequence = 0
-    kept = {path}
+    num_good = 1
     for other, header in _newest_first(headers(path.parent)):
-        if other.is_symlink():  # A user's link to a checkpoint.
+        if other == path or other.is_symlink():  # A user's link to a checkpoint.
             continue
-        if other in kept or len(kept) < keep_last or header.sequence >= own_sequence:
-            kept.add(other)
+        if num_good < keep_last or header.sequence >= own_sequence:
+            num_good += not problem(other)
             continue
         with _warning(other):
             _delete_if(other, header)

@@ -95,7 +95,9 @@ class _ZipEntry:
 
 
 class TorchFile(_OpenFile):
-    """A saved state dict to read from: under a key, under a usual name, or alone in a file.
+    """A saved state dict to read from: under a key, under a usual one, or alone in a file.
+
+    A script may save tensors beside it, such as the state of random numbers.
 
     It is loaded once with ``weights_only=True, mmap=True``, to learn where each tensor lies. This
     executes nothing and reads no tensor. Then the mapping is dropped: its pages would count as
@@ -169,16 +171,16 @@ class TorchFile(_OpenFile):
             msg = f"{self.path} holds a {type(loaded).__name__}, not a state dict. Save that."
             raise CheckpointError(msg)
         key = self._key
-        if key is None and not _has_tensors(loaded):
+        if key is None:
             found = [k for k in _NESTED_KEYS if _has_tensors(loaded.get(k))]
-            if len(found) != 1:
+            if len(found) > 1 or not (found or _has_tensors(loaded)):
+                why = f"of which {found} may all be meant" if found else "and no tensors by name"
                 msg = (
-                    f"{self.path} holds no tensors by name, but {_listed(loaded)}"
-                    f"{f', of which {found} may all be meant' if found else ''}. Save the "
-                    f"model's state dict alone, or under the key 'model'."
+                    f"{self.path} holds {_listed(loaded)}, {why}. Save the model's state dict "
+                    f"alone, or under the key 'model'."
                 )
                 raise CheckpointError(msg)
-            key = found[0]
+            key = next(iter(found), None)
         if key is None:
             return loaded, {}
         if not isinstance(loaded.get(key), Mapping):
@@ -339,24 +341,25 @@ def torch_writer(
             f"whole tensors holds dense ones. Keep it dense in the model."
         )
         raise CheckpointError(msg)
-    storages = {_storage_address(tensor): tensor.untyped_storage() for tensor in found}
+    storages = {id(storage): storage for storage in map(Tensor.untyped_storage, found)}
     with path.open("rb") as file:
-        entries = dict(zip(storages, storage_entries(file), strict=True))
+        extents = storage_entries(file)
+    if len(extents) != len(storages):
+        msg = (
+            "an entry that is no tensor holds an object with tensors in it. Keep such tensors in "
+            "dicts, lists and tuples, which can also be loaded without running code of the file."
+        )
+        raise CheckpointError(msg)
+    entries = dict(zip(storages, extents, strict=True))
     places: dict[str | int, Extent] = {
-        name: entries.pop(_storage_address(empty)) for name, empty in empties.items()
+        name: entries.pop(id(empty.untyped_storage())) for name, empty in empties.items()
     }
     assert all(places[name].nbytes == info.nbytes for name, info in infos.items())
     writer = TensorWriter(os.open(path, os.O_RDWR | os.O_CLOEXEC), places | entries)
-    for address in entries:
-        flat = torch.empty(0, dtype=torch.uint8, device=storages[address].device)
-        writer.append(address, flat.set_(storages[address]).cpu())
+    for key in entries:
+        flat = torch.empty(0, dtype=torch.uint8, device=storages[key].device)
+        writer.append(key, flat.set_(storages[key]).cpu())
     return writer
-
-
-def _storage_address(tensor: Tensor) -> int:
-    """Return what distinguishes a storage from others, also from other empty ones."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() or -id(tensor)
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # ..., lengths of name and extra field
@@ -455,6 +458,9 @@ _DTYPES = {
     "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -731,8 +737,9 @@ class FullWriter:
         self._infos = {name: info for name, info in infos.items() if name not in self._tied}
         self._format = format
         self._arrange = arrange
-        self._writers: dict[str, TensorWriter] = {}
-        self._index: dict[str, Any] | None = None
+        self._writers: list[TensorWriter] = []
+        self._writer_of: dict[str, TensorWriter] = {}
+        self._index: dict[Path, Any] = {}  # One at most, with its content.
         if format not in _STEMS:
             msg = f"format must be 'torch' or 'safetensors', got {format!r}."
             raise CheckpointError(msg)
@@ -754,18 +761,20 @@ class FullWriter:
         self._plan = {self.path: list(self._infos)}
         if self._is_directory:
             self._plan = self._plan_directory(max_shard_size)
-        self._asides = {file: new_aside(file, INCOMPLETE) for file in self._plan}
+        # The index last, since without it the directory is no model.
+        self._asides = {file: new_aside(file, INCOMPLETE) for file in (*self._plan, *self._index)}
 
     def __enter__(self) -> Self:
         try:
             parent = next(iter(self._plan)).parent
             parent.mkdir(parents=True, exist_ok=True)
             for aside in asides_in(parent):
-                if aside.target in self._plan and aside.is_abandoned and aside.path.is_file():
+                if aside.target in self._asides and aside.is_abandoned and aside.path.is_file():
                     aside.path.unlink(missing_ok=True)
             for file, names in self._plan.items():
                 writer = self._make_writer(self._asides[file], names)
-                self._writers.update(dict.fromkeys(names, writer))
+                self._writers.append(writer)
+                self._writer_of.update(dict.fromkeys(names, writer))
         except BaseException:
             self._abandon()
             raise
@@ -773,7 +782,7 @@ class FullWriter:
 
     def append(self, name: str, flat: Tensor) -> None:
         """Write the next elements of a tensor: 1-D, of its dtype, on any device."""
-        self._writers[name].append(name, flat.detach().cpu().contiguous())
+        self._writer_of[name].append(name, flat.detach().cpu().contiguous())
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
@@ -811,7 +820,7 @@ class FullWriter:
         weight_map = {name: f for f, names in zip(files, shards, strict=True) for name in names}
         if self._format == "torch":
             weight_map |= {name: weight_map[first] for name, first in self._tied.items()}
-        self._index = {
+        self._index[self.path / f"{stem}{suffix}{_INDEX_SUFFIX}"] = {
             "metadata": {"total_size": sum(info.nbytes for info in self._infos.values())},
             "weight_map": weight_map,
         }
@@ -831,21 +840,15 @@ class FullWriter:
         return torch_writer(path, infos, arrange)
 
     def _commit(self) -> None:
-        for writer in dict.fromkeys(self._writers.values()):
+        for writer in self._writers:
             writer.finish()
-        self._writers.clear()
+        for file, content in self._index.items():
+            write_synced(self._asides[file], f"{json.dumps(content, indent=2)}\n".encode())
         self._give_names()
-        if self._index is not None:
-            # Last, since without it the directory is no model.
-            stem, suffix = _STEMS[self._format]
-            index = self.path / f"{stem}{suffix}{_INDEX_SUFFIX}"
-            aside = new_aside(index, INCOMPLETE)
-            write_synced(aside, f"{json.dumps(self._index, indent=2)}\n".encode())
-            aside.replace(index)
         fsync_directory(next(iter(self._asides)).parent)
 
     def _give_names(self) -> None:
-        """Rename all files; in a directory none, if another job has written one meanwhile."""
+        """Rename all files; in a directory none, if another job has written one, or one fails."""
         named: list[Path] = []
         try:
             for file, aside in self._asides.items():
@@ -853,9 +856,11 @@ class FullWriter:
                     named.append(file)
                 else:
                     aside.replace(file)
-        except FileExistsError as error:
+        except OSError as error:
             for file in named:
                 file.unlink()
+            if not isinstance(error, FileExistsError):
+                raise
             msg = (
                 f"{self.path}: another job has written {Path(error.filename2).name!r} meanwhile, "
                 f"and files of two models would be mixed. Give each job a directory of its own."
@@ -863,7 +868,7 @@ class FullWriter:
             raise CheckpointError(msg) from error
 
     def _abandon(self) -> None:
-        for writer in dict.fromkeys(self._writers.values()):
+        for writer in self._writers:
             writer.close()
         for aside in self._asides.values():
             aside.unlink(missing_ok=True)
