@@ -326,14 +326,12 @@ def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
         loss=torch.sum,
         accumulate=case.accumulate,
     )
-    seen = dry_run(run)
-    meter = seen.meter
-    collectives = [(c.op, c.nbytes) for c in meter.collectives[seen.first_collective :]]
-    second = next(e.opened for e in meter.events if e.kind == "step" and e.name == "2")
-    events = [e for e in meter.events if e.opened > second]
+    meter = dry_run(run)
+    events = meter.events
+    collectives = [(c.op, c.nbytes) for c in meter.collectives]
     edges, totals = edges_of(events), meter.totals()
     at = {e.opened: e.begin for e in events} | {e.closed: e.end for e in events}
-    places = [seen.begin, *(int(at[place]) for place in sorted(at)), meter.position]
+    places = [meter.begin, *(int(at[place]) for place in sorted(at)), meter.position]
     peaks = [max(totals[a : b + 1]) for a, b in itertools.pairwise(places)]
     reserved = reserved_nbytes(meter.memories)
     return Seen(collectives, edges, without_frees(edges, peaks), reserved)

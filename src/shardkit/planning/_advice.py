@@ -87,7 +87,7 @@ def advise(run: Run, budget_nbytes: int) -> tuple[Advice, ...]:
 def _peak(run: Run) -> int | None:
     """Return the peak memory of a run; None if the run fails, with whatever error."""
     with contextlib.suppress(Exception):
-        return dry_run(run).peak_nbytes
+        return dry_run(run).peak_nbytes()
     return None
 
 
@@ -132,7 +132,7 @@ def _tried(
     """Return the time and memory of a run; None if the run fails, with whatever error."""
     with contextlib.suppress(Exception):
         seen = dry_run(run, is_timed=True)
-        time, peak = time_of(run, seen, profile), seen.peak_nbytes
+        time, peak = time_of(run, seen, profile), seen.peak_nbytes()
         why = (
             f"{time.seconds * 1e3:.1f} ms, collectives cost {time.exposed_s * 1e3:.1f} ms, "
             f"peak {shown_nbytes(peak)}"

@@ -65,22 +65,6 @@ class Run:
         return self.device == "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    """The records of a dry run."""
-
-    meter: MemoryMeter
-    begin: int  # Position at which the second step began.
-    first_collective: int  # Number of collectives before that position.
-    padding_nbytes: int  # Bytes of this rank's shards that belong to no parameter.
-    num_params: int  # Number of elements of all parameters.
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most bytes of the device that exist at one time in the second step."""
-        return max(self.meter.totals()[self.begin :])
-
-
 def on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module with parameters and buffers on meta; the module does not change.
 
@@ -132,11 +116,14 @@ def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
 
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
-def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
+def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
     """Shard a copy of the model and make two steps, of which the second is like all that follow.
 
     The steps train, also where gradients are off around this call. If they are timed, operators are
     recorded, for `time_of`.
+
+    Returns:
+        The records of the second step.
 
     Raises:
         ConfigError: An operator of the model needs values, which tensors on meta lack; or the model
@@ -149,7 +136,6 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
     with world, meter, observed_by(meter.observer):
         names = ("replicate", "shard")[-len(run.mesh) :]
         mesh = init_dry_mesh(run.mesh, names)
-        num_params = sum(param.numel() for param in model.parameters())
         # One number for each value that ranks compare, and the scalars that C++ makes.
         meter.born(8 * len([*model.parameters()]) + 64, "buffers", "scalars")
         if run.recompute is not None:
@@ -176,9 +162,9 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
             _explained(meter),
             torch.autograd.set_detect_anomaly(False),  # Its checks read values.
         ):
-            begin, first = _two_steps(run, model, optimizer, batch, meter)
-        padding = _padding_nbytes(model)
-    return DryRun(meter, begin, first, padding, num_params)
+            _two_steps(run, model, optimizer, batch, meter)
+        meter.padding_nbytes = _padding_nbytes(model)
+    return meter
 
 
 def _local(tensor: Any) -> Tensor:
@@ -209,16 +195,10 @@ def _two_steps(
     optimizer: torch.optim.Optimizer | None,
     batch: Any,
     meter: MemoryMeter,
-) -> tuple[int, int]:
-    """Make two steps as a plain loop does, where names keep the last output until the next one.
-
-    Returns:
-        The position at which the second step began, and the number of collectives before it.
-    """
-    begin = first = 0
-    for step in ("1", "2"):
-        begin, first = meter.position, len(meter.collectives)
-        meter.observer.tell("step", step)
+) -> None:
+    """Make two steps as a plain loop does, where names keep the last output until the next one."""
+    for _ in range(2):
+        meter.begin_step()
         for left in reversed(range(run.accumulate)):
             if run.accumulate > 1 and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(not left)
@@ -237,7 +217,6 @@ def _two_steps(
                     name = names.get(key, "?")
                     meter.label(_local(tensor), "optimizer state", name, on_host=host)
         (model if optimizer is None else optimizer).zero_grad()
-    return begin, first
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:

@@ -23,10 +23,12 @@ from shardkit.planning._profile import (
     rate_at,
     read_profile,
 )
-from shardkit.planning._run import DryRun, Run, batch_on_meta, dry_run, on_meta
+from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
 if typing.TYPE_CHECKING:
     import pathlib
+
+    from shardkit.planning._meter import MemoryMeter
 
 WIDTH, DEPTH, NUM_ROWS = 1024, 4, 2048
 IDEAL = HardwareProfile(
@@ -294,7 +296,7 @@ def test_a_mesh_with_one_replica_is_tried_once(
 ) -> None:
     tried = []
 
-    def seen(run: Run, **options: typing.Any) -> DryRun:
+    def seen(run: Run, **options: typing.Any) -> MemoryMeter:
         tried.append(run.mesh)
         return dry_run(run, **options)
 
