@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import ConfigError
+from shardkit._text import NotOfKindError, byte_size
 from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.planning._plan import RunPlan, plan_of
 
@@ -41,7 +42,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     recompute: bool | Mapping[str, Any] = False,
     accumulate: int = 1,
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
-    budget: int | None = None,
+    budget: int | str | None = None,
     hardware: str | None = None,
     choose: bool = False,
     **options: Any,
@@ -79,7 +80,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
             `checkpoint_activations`.
         accumulate: Number of micro-batches in a step; the last one syncs.
         shard: Function of model and mesh that calls `fully_shard` itself, without `options`.
-        budget: Bytes that a device may hold. If the run does not fit, changes are tried.
+        budget: Bytes that a device may hold, such as ``"80GiB"``. If the run does not fit, changes
+            are tried.
         hardware: Name of a profile (``"a100"``, ``"cpu"``, ``"h100"``, ``"h200"``, ``"mi300x"``,
             ``"tpu-v5p"``), or the path of one, to predict the time of a step. With device ``"cpu"``
             it must be a profile of a CPU.
@@ -105,7 +107,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     options = {name: value for name, value in options.items() if value is not None}
     shape = _shape_of(mesh, options.get("strategy"))
     size, rank = math.prod(shape), index(rank)
-    budget = None if budget is None else int(budget)
+    most = None if budget is None else _nbytes(budget)
     if not 0 <= rank < size:
         msg = f"rank must be from 0 to {size - 1} on a mesh of {shape}, got {rank}."
         raise ConfigError(msg)
@@ -137,13 +139,13 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         loss=loss,
         accumulate=accumulate,
     )
-    result = plan_of(run, dry_run(run, is_timed=profile is not None), budget, profile)
+    result = plan_of(run, dry_run(run, is_timed=profile is not None), most, profile)
     if profile is not None and choose:
-        most = int(profile.memory_nbytes) if budget is None else budget
-        result = replace(result, choices=choose_among(run, most, profile))
-    if budget is None or result.fits:
+        limit = int(profile.memory_nbytes) if most is None else most
+        result = replace(result, choices=choose_among(run, limit, profile))
+    if most is None or result.fits:
         return result
-    return replace(result, advice=advise(run, budget))
+    return replace(result, advice=advise(run, most))
 
 
 def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:
@@ -156,6 +158,13 @@ def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:
         msg = f"mesh must be (shard,) or (replicate, shard), each of 1 rank or more, got {shape}."
         raise ConfigError(msg)
     return shape
+
+
+def _nbytes(budget: int | str) -> int:
+    try:
+        return byte_size(budget)
+    except NotOfKindError as error:
+        raise ConfigError(error.sentence("budget", budget)) from None
 
 
 def _device_type(device: str) -> str:

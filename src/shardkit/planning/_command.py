@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import ConfigError
 from shardkit._settings import MixedPrecisionPolicy
-from shardkit._text import NotOfKindError, byte_size, nearest
+from shardkit._text import nearest
 from shardkit.config import from_config
 from shardkit.planning._api import plan
 
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
 # --- what is written on the command line ----------------------------------------------------------
 
 _DOES_NOT_FIT = 3  # 2 means a wrong command line.
-
-
-def read_size(text: str) -> int:
-    """Return the bytes in a text such as ``80GiB``, ``80GB`` or ``85899345920``.
-
-    Raises:
-        ConfigError: The text is no size.
-    """
-    try:
-        return byte_size(text)
-    except NotOfKindError as error:
-        raise ConfigError(error.sentence("a size", text)) from None
 
 
 def read_shape(text: str, what: str) -> tuple[int, ...]:
@@ -260,7 +248,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             optimizer=optimizer,
             recompute=recompute,
             accumulate=accumulate,
-            budget=None if budget is None else read_size(budget),
+            budget=budget,
             hardware=hardware,
             choose=choose,
             shard=None if read is None else read.shard,

@@ -124,6 +124,13 @@ def test_what_a_budget_leaves_and_what_helps() -> None:
     assert planned(budget=peak - 1, offload_policy=None, strategy=None).advice == found.advice
 
 
+def test_a_budget_may_be_a_text() -> None:
+    assert planned(budget="80GiB").budget_nbytes == 80 * 2**30
+    for text in ("", "80 iB", "-1GB", 0, -1):
+        with pytest.raises(ConfigError, match="budget must be a number of bytes such as"):
+            planned(budget=text)
+
+
 def test_what_the_allocator_reserves_is_said() -> None:
     assert planned(device="cpu").reserved_nbytes is None
     found = planned(budget=2**40)

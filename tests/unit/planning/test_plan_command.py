@@ -12,31 +12,11 @@ from typer.testing import CliRunner
 from shardkit import ConfigError
 from shardkit._cli import app
 from shardkit.planning import _calibrate
-from shardkit.planning._command import read_batch, read_shape, read_size
+from shardkit.planning._command import read_batch, read_shape
 from shardkit.planning._profile import read_profile
 
 if typing.TYPE_CHECKING:
     import pathlib
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("80GiB", 80 * 2**30),
-        ("80GB", 80 * 10**9),
-        ("1.5 MiB", 3 * 2**19),
-        ("123", 123),
-        ("2k", 2000),
-    ],
-)
-def test_sizes_are_read(text: str, nbytes: int) -> None:
-    assert read_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "80 iB", "-1GB", "80GiBs"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="such as 5000000000, 5GB or 80GiB"):
-        read_size(text)
 
 
 def test_shapes_are_read() -> None:
