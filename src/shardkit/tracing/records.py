@@ -40,7 +40,7 @@ _FIELDS = StepEvent._fields
 _NUMBERS = ("group", "nbytes", "num_ranks", "opened", "closed")
 _TIMES = ("begin", "end")
 _NOT_A_RECORD = (
-    *(KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration, RecursionError),
+    *(KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError),
     *(gzip.BadGzipFile, OverflowError),
 )
 _WORDS = tuple(name for name in _FIELDS if name not in (*_NUMBERS, *_TIMES))
@@ -171,7 +171,13 @@ def read_record(path: Path) -> RankRecord:
     """
     try:
         lines = _lines_of(path)
-        content = next(lines)
+        content = next(lines, None)
+        if content is None:
+            msg = (
+                f"{path} ends before its first event: the rank has died, or the file was not "
+                f"copied to its end. Delete it to see the other ranks."
+            )
+            raise StateError(msg)
         if content.pop("version") != _VERSION:
             msg = f"{path}: written by another version of shardkit. Read it with that one."
             raise StateError(msg)
@@ -228,9 +234,14 @@ def _shown(word: str) -> str:
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects in a file, up to the point where it was cut off."""
+    has_begun = False
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             while line := file.readline(_MAX_LINE):
                 yield json.loads(line)
+                has_begun = True
     except (EOFError, zlib.error):
         return
+    except gzip.BadGzipFile:  # Also if one byte is left of a line.
+        if not has_begun:
+            raise
