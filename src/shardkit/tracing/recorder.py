@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import socket
 import time
 import uuid
@@ -108,8 +109,9 @@ def record(
         The record.
 
     Raises:
-        StateError: A record is being made already, the folder is a file, ranks are threads of one
-            process, or a rank did not call it within 300 seconds.
+        StateError: A record is being made already, the folder is a file or in the place of the
+            model, ranks are threads of one process or have no process group yet, or a rank did not
+            call it within 300 seconds.
 
     Cost: about 2 us for each event, of which a group has about 20 in a step, and 5 us and 10 bytes
         more when it is written; nothing after the context has ended. At the start and the end of
@@ -117,6 +119,9 @@ def record(
         store, one rank after another.
     """
     rank, world_size = _place()
+    if isinstance(model, (str, Path)):
+        msg = f"shardkit.record takes a model first. Write record(folder={str(model)!r})."
+        raise StateError(msg)
     if _events.observer is not None:
         msg = "shardkit.record: the steps of this process are observed already. End that first."
         raise StateError(msg)
@@ -171,6 +176,12 @@ def _place() -> tuple[int, int]:
         )
         raise StateError(msg)
     if not dist.is_available() or not dist.is_initialized():
+        if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+            msg = (
+                f"shardkit.record: this process is one of {size} ranks, and has no process group "
+                f"yet. Call init_device_mesh (or init_process_group) first."
+            )
+            raise StateError(msg)
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 

@@ -83,6 +83,23 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: pathlib.Path) ->
     assert (tmp_path / "file").read_bytes() == b"kept"
 
 
+def test_a_rank_without_a_process_group_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks would be rank 0 of one rank, and write into one file."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(StateError, match=r"one of 2 ranks, and has no process group yet\. Call"):
+        record(None, tmp_path / "steps").__enter__()
+    assert not (tmp_path / "steps").exists()
+
+
+def test_a_folder_in_the_place_of_the_model_is_refused(tmp_path: pathlib.Path) -> None:
+    for folder in ("steps", tmp_path):
+        wrong: typing.Any = folder
+        with pytest.raises(StateError, match=r"takes a model first\. Write record\(folder='"):
+            record(wrong).__enter__()
+
+
 def test_many_events_are_written_in_parts(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
