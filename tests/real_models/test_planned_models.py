@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 import shardkit
 from allocated import peaks_of, start_counting
+from shardkit.planning._command import read_model
 
 if typing.TYPE_CHECKING:
+    import pathlib
+
     from workers import Spawn
 
 pytestmark = pytest.mark.models
@@ -105,6 +108,27 @@ def test_the_peak_is_that_of_a_step(spawn: Spawn, name: str, is_masked: bool) ->
     planned = shardkit.plan(model, batch, mesh=1, device="cpu").peak_nbytes
     (counted,) = spawn(count_peak, 1, name, batch)
     assert counted <= planned <= TOO_MUCH * counted
+
+
+@pytest.mark.parametrize(
+    ("named", "made"),
+    [
+        (["BartForConditionalGeneration"], "BartForConditionalGeneration"),
+        (["NoSuchModel"], "BartForCausalLM"),
+        (None, "BartForCausalLM"),
+    ],
+)
+def test_a_config_stands_for_the_model_that_it_names(
+    tmp_path: pathlib.Path, named: list[str] | None, made: str
+) -> None:
+    from transformers import BartConfig
+
+    config = BartConfig(d_model=64, vocab_size=VOCABULARY, dtype="bfloat16", architectures=named)
+    config.save_pretrained(tmp_path)
+    model, batch = read_model(str(tmp_path))
+    assert (type(model).__name__, batch) == (made, None)
+    kinds = {(param.dtype, param.device.type) for param in model.parameters()}
+    assert kinds == {(torch.bfloat16, "meta")}
 
 
 def test_operations_of_experts_are_those_of_all_their_rows() -> None:

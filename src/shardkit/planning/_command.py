@@ -77,7 +77,8 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
 
     Args:
         text: ``module:function``, which returns a model, or a model and a batch; or the path of a
-            config.json of transformers or of its folder, for a causal language model.
+            config.json of transformers or of its folder, for the model that `architectures` in it
+            names, or else for a causal language model.
 
     Raises:
         ConfigError: The text names nothing of this kind, or the function raises an `OSError`, or
@@ -143,11 +144,15 @@ def _model_of_transformers(path: Path) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path))
         with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+            name = next(iter(config.architectures or ()), "")
+            if hasattr(transformers, name):
+                model: nn.Module = getattr(transformers, name)._from_config(config)  # noqa: SLF001
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        msg = f"{str(path)!r} must be a config of a causal language model: {error}"
+        msg = f"{str(path)!r} must be a config of a model of transformers: {error}"
         raise ConfigError(msg) from error
-    config.use_cache = False  # The model uses this object.
+    config.use_cache = config.get_text_config().use_cache = False  # The model uses these objects.
     return model
 
 
