@@ -202,7 +202,8 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
     config: Annotated[
-        str | None, typer.Option(help="A config file, in the place of the last options.")
+        str | None,
+        typer.Option(help="A config file, in the place of --wrap, --strategy and dtypes."),
     ] = None,
     budget: Annotated[str | None, typer.Option(help="What a device may hold, e.g. 80GiB.")] = None,
     hardware: Annotated[
@@ -241,6 +242,11 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     shape = _mesh_of(mesh, read)
     if read is not None:
         device = device or read.settings.device_type
+        beside: dict[str, object] = {"--wrap": wrap, "--strategy": strategy, "--dtype": dtype}
+        beside |= {"--reduce-dtype": reduce_dtype, "--choose": choose}
+        if others := [name for name, value in beside.items() if value]:
+            msg = f"--config takes the place of {', '.join(others)}. Give one or the other."
+            raise ConfigError(msg)
     dtypes = _dtype(dtype), _dtype(reduce_dtype)
     # Without a terminal, this shows nothing.
     with Console(stderr=True).status("planning"):
@@ -302,6 +308,9 @@ def _calibrate(path: Path, device: str) -> None:
     from shardkit.planning._calibrate import calibrate
     from shardkit.planning._profile import profile_text
 
+    if path.suffix != ".toml":
+        msg = f"--calibrate must be the path of a .toml file, as for --hardware, got {str(path)!r}."
+        raise ConfigError(msg)
     profile = calibrate(device)
     if os.environ.get("RANK", "0") == "0":
         host, size = platform.node(), os.environ.get("WORLD_SIZE", "1")

@@ -138,6 +138,23 @@ def test_a_config_without_ranks_needs_a_mesh(
         assert "--mesh must be given, such as 512x8, or a --config" in result.stderr
 
 
+def test_options_that_a_config_replaces_are_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    given = ["planned_module:with_batch", "--mesh", "2", "--config", str(config)]
+    result = _run(tmp_path, monkeypatch, *given, "--dtype", "bfloat16", "--choose")
+    assert result.exit_code == 1
+    assert "--config takes the place of --dtype, --choose. Give one or the other" in result.stderr
+
+
+def test_a_profile_is_written_where_it_can_be_read() -> None:
+    result = CliRunner().invoke(app, ["plan", "--calibrate", "here"])
+    assert result.exit_code == 1
+    assert "must be the path of a .toml file" in result.stderr
+
+
 def test_what_was_measured_is_written_into_a_new_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
