@@ -108,6 +108,7 @@ class MemoryMeter(TorchDispatchMode):
         modules: Names of the modules whose forward is under way, the innermost last.
         failed: Name of the module in which an operator raised; None: none did.
         padding_nbytes: Bytes of the rank's shards that belong to no parameter.
+        param_dtypes: Names of the dtypes of parameters.
     """
 
     def __init__(self, *, on_cpu: bool, is_timed: bool = False) -> None:
@@ -123,6 +124,7 @@ class MemoryMeter(TorchDispatchMode):
         self.modules: list[str] = []
         self.failed: str | None = None
         self.padding_nbytes = 0
+        self.param_dtypes: tuple[str, ...] = ()
         self._alive: dict[int, tuple[HeldMemory | None, Any]] = {}
         self._taken: defaultdict[str, list[HeldMemory]] = defaultdict(list)
         self._spare: defaultdict[int, deque[HeldMemory]] = defaultdict(deque)

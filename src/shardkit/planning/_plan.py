@@ -122,6 +122,7 @@ class RunPlan:
         rank: Number of the rank.
         device: Type of the devices.
         num_params: Number of elements of all parameters, over all ranks.
+        param_dtypes: Names of the dtypes of parameters, such as ``bfloat16``.
         peak: Instant at which the most memory exists.
         instants: Instants with the most memory, the largest first.
         between_steps: Bytes of each kind that exist between two steps.
@@ -141,6 +142,7 @@ class RunPlan:
     rank: int
     device: str
     num_params: int
+    param_dtypes: tuple[str, ...]
     peak: Instant
     instants: tuple[Instant, ...]
     between_steps: dict[str, int]
@@ -194,6 +196,7 @@ def plan_of(
         rank=run.rank,
         device=run.device,
         num_params=sum(param.numel() for param in run.model.parameters()),
+        param_dtypes=meter.param_dtypes,
         peak=instants[0],
         instants=instants,
         between_steps=_by_kind(meter.at(meter.begin)),
@@ -283,9 +286,10 @@ def _sent(collectives: Iterable[IssuedCollective]) -> tuple[SentTotal, ...]:
 
 
 def _lines(plan: RunPlan) -> list[str]:
-    shape = "x".join(map(str, plan.mesh))
+    shape, dtypes = "x".join(map(str, plan.mesh)), ", ".join(plan.param_dtypes)
+    of_params = f"{plan.num_params:,} parameters ({dtypes})"
     lines = [
-        f"{plan.num_params:,} parameters on a mesh of {shape} ({plan.device}), rank {plan.rank}",
+        f"{of_params} on a mesh of {shape} ({plan.device}), rank {plan.rank}",
         "",
         f"peak {shown_nbytes(plan.peak.nbytes)}: {plan.peak.where}",
         *(f"  {shown_nbytes(o.nbytes):>12}  {o.kind}: {o.name}" for o in plan.peak.owners),

@@ -164,6 +164,8 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
         ):
             _two_steps(run, model, optimizer, batch, meter)
         meter.padding_nbytes = _padding_nbytes(model)
+        dtypes = {str(param.dtype).removeprefix("torch.") for param in model.parameters()}
+        meter.param_dtypes = tuple(sorted(dtypes))
     return meter
 
 
