@@ -65,7 +65,9 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     caching allocator of CUDA reserves is a number of its own.
 
     Args:
-        model: Model that is not sharded. It does not change: a copy on meta is sharded.
+        model: Model that is not sharded. It does not change: a copy on meta is sharded. Call
+            `model.train()` before: until then models of `from_pretrained` neither drop nor
+            checkpoint activations.
         batch: One micro-batch of a rank: a tensor, positional arguments, or a dict of arguments.
             Only shapes and dtypes count.
         mesh: Number of ranks, or size of each axis, (replicate, shard).
@@ -75,7 +77,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         optimizer: Name (``"adamw"``, ``"adam"``, ``"sgd"``, ``"none"``), or a function of the
             parameters that returns one.
         loss: Function of the model's output that returns the loss. None: the output's ``loss``, or
-            the sum of its first tensor that requires a gradient.
+            the sum of its first tensor that requires a gradient if it has no ``loss``.
         recompute: Whether backward recomputes the activations of repeated blocks; or options of
             `checkpoint_activations`.
         accumulate: Number of micro-batches in a step; the last one syncs.
@@ -91,7 +93,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         **options: Options of `auto_shard`: `policy`, `strategy`, `mp_policy`, ...; None: not given.
 
     Raises:
-        ConfigError: An argument is wrong, or the model needs values in its forward.
+        ConfigError: An argument is wrong, the model needs values in its forward, or its ``loss`` is
+            None.
         StateError: This process has a process group.
         WrapError: An error of `auto_shard`.
 
@@ -114,7 +117,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if accumulate < 1:
         msg = f"accumulate must be 1 micro-batch of a step or more, got {accumulate}."
         raise ConfigError(msg)
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+    if not callable(optimizer) and optimizer not in (*OPTIMIZERS, None):
         msg = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function, got {optimizer!r}."
         raise ConfigError(msg)
     if shard is not None and options:

@@ -214,7 +214,8 @@ def _two_steps(
         if optimizer is not None:
             optimizer.step()
             for key, state in optimizer.state.items():
-                host = is_on_host(_local(key).untyped_storage())
+                # Some optimizers keep other state under a key that is no parameter.
+                host = key in names and is_on_host(_local(key).untyped_storage())
                 for tensor in iter_tensors(state):
                     name = names.get(key, "?")
                     meter.label(_local(tensor), "optimizer state", name, on_host=host)
@@ -234,7 +235,16 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 def _loss_of(run: Run, output: Any) -> Tensor:
     if run.loss is not None:
         return run.loss(output)
-    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    else:
+        found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if found is None and hasattr(output, "loss"):
+        msg = (
+            f"the loss in the model's {type(output).__name__} is None, as in transformers without "
+            f"labels. Add labels to the batch, or pass loss=, a function of the model's output."
+        )
+        raise ConfigError(msg)
     if found is None:
         found = next((t for t in iter_tensors(output) if t.requires_grad), None)
     if found is None:
@@ -277,18 +287,18 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError, OptimizerError) as error:
-        text, where = str(error).rstrip(". \n"), meter.failed or "the model"
+        text = str(error).rstrip(". \n")
+        where = f"the forward of {meter.failed}" if meter.failed else "the model, or its loss,"
         if "meta" not in text.lower():
             raise
         msg = (
-            f"a plan computes nothing, and the forward of {where} needs values: {text}. Plan "
-            f"with a model that does not decide by values, for example with experts of a fixed "
-            f"capacity."
+            f"a plan computes nothing, and {where} needs values: {text}. Plan with a model that "
+            f"does not decide by values, for example with experts of a fixed capacity."
         )
         if "expected device" in text:
             msg = (
-                f"a plan computes on meta, and the forward of {where} has a tensor elsewhere: "
-                f"{text}. Make it a buffer of the model (register_buffer)."
+                f"a plan computes on meta, and {where} has a tensor elsewhere: {text}. Make it "
+                f"a buffer of the model (register_buffer)."
             )
         if meter.observer.phase == "optimizer":
             msg = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
 import re
 import threading
 import typing
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ def test_sizes_of_a_mesh_may_be_integers_of_numpy() -> None:
 
 def test_a_plan_of_numbers_of_numpy_can_be_written_as_json() -> None:
     made = planned(mesh=4, rank=np.int64(1), budget=np.int64(1 << 40))
-    assert json.loads(json.dumps(asdict(made)))["rank"] == 1
+    assert json.loads(json.dumps(dataclasses.asdict(made)))["rank"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -290,6 +290,56 @@ def test_a_model_that_needs_values_is_named() -> None:
     planned()  # Nothing of the failed plan is left.
 
 
+def test_a_loss_that_needs_values_is_not_taken_for_a_module() -> None:
+    with pytest.raises(ConfigError, match="and the model, or its loss, needs values"):
+        planned(loss=lambda output: output.sum() * output.sum().item())
+
+
+@dataclasses.dataclass
+class Output:
+    """What models of transformers return."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss, if it gets labels."""
+
+    def __init__(self, make: typing.Any) -> None:
+        super().__init__()
+        self.make = make
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, 50_000)])
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> typing.Any:
+        logits = self.blocks[0](x)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return self.make(loss=loss, logits=logits)
+
+
+def test_the_loss_of_an_output_is_that_of_the_step() -> None:
+    x, labels = torch.empty(64, WIDTH), torch.empty(64, dtype=torch.long)
+    with pytest.raises(ConfigError, match="the loss in the model's Output is None"):
+        plan(WithLoss(Output), x, mesh=2)
+    alone = plan(WithLoss(Output), x, mesh=2, loss=lambda output: output.logits.sum())
+    batch = {"x": x, "labels": labels}
+    of_dict, of_output = (plan(WithLoss(make), batch, mesh=2) for make in (dict, Output))
+    assert alone.peak_nbytes < of_output.peak_nbytes == of_dict.peak_nbytes
+
+
+class KeepsMore(torch.optim.SGD):
+    """Keeps state that belongs to no parameter, as MADGRAD does."""
+
+    def step(self, closure: typing.Any = None) -> None:
+        super().step(closure)
+        self.state["k"] = torch.zeros(1000, device="meta")  # type: ignore[index, assignment]
+
+
+def test_state_of_an_optimizer_may_belong_to_no_parameter() -> None:
+    found = planned(optimizer=KeepsMore).between_steps
+    assert found["optimizer state"] == 4000
+
+
 class StopsByValue(torch.optim.SGD):
     """Steps while gradients are large."""
 
@@ -344,6 +394,8 @@ def test_arguments_that_fit_nothing_are_refused() -> None:
         planned(accumulate=0)
     with pytest.raises(ConfigError, match="optimizer must be one of adamw, adam, sgd, none"):
         planned(optimizer="lion")
+    with pytest.raises(ConfigError, match="or a function, got AdamW"):
+        planned(optimizer=AdamW([nn.Parameter(torch.zeros(1))]))
     with pytest.raises(ConfigError, match="shard takes the place of policy"):
         planned(shard=lambda *_: None)
 
