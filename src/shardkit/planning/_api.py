@@ -137,7 +137,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         rank=rank,
         options=options,
         shard=shard,
-        recompute={} if recompute is True else recompute or None,
+        recompute={True: {}, False: None}[recompute] if isinstance(recompute, bool) else recompute,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
         loss=loss,
         accumulate=accumulate,

@@ -149,6 +149,8 @@ def test_more_of_anything_is_never_less_memory() -> None:
     assert planned(mesh=8).peak_nbytes < base
     assert planned(reshard_after_forward=False).peak_nbytes > base
     assert planned(recompute=True).peak_nbytes < base
+    assert planned(recompute={}).peak_nbytes == planned(recompute=True).peak_nbytes
+    assert planned(recompute=False).peak_nbytes == base
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -183,6 +185,13 @@ def test_what_fits_a_budget_fits_every_larger_one() -> None:
     assert [each.fits for each in found] == sorted(each.fits for each in found)
     fitting = [{a.change for a in each.advice if a.fits} for each in found if not each.fits]
     assert all(fewer <= more for fewer, more in itertools.pairwise(fitting))
+
+
+def test_parameters_that_are_kept_in_part_may_be_resharded() -> None:
+    kept, resharded = (planned(budget=1, reshard_after_forward=n) for n in (2, True))
+    advice = {each.change: each.peak_nbytes for each in kept.advice}
+    assert advice["reshard after forward"] == resharded.peak_nbytes < kept.peak_nbytes
+    assert "reshard after forward" not in {each.change for each in resharded.advice}
 
 
 def test_advice_is_in_the_order_of_costs_and_each_was_planned() -> None:
