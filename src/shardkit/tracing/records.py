@@ -152,14 +152,17 @@ def read_folder(folder: Path) -> list[RankRecord]:
         raise StateError(msg)
     records = sorted(map(read_record, paths), key=lambda record: record.header.rank)
     runs = {(record.header.world_size, record.header.run) for record in records}
-    ranks = {record.header.rank for record in records}
-    if len(runs) > 1 or len(ranks) < len(records):
+    if len(runs) > 1:
         sizes = sorted(size for size, _ in runs)
         msg = (
-            f"{str(folder)!r} has files of {len(runs)} records, of {sizes} ranks, or a rank twice: "
-            f"{len(records)} files. Record each run into a folder of its own."
+            f"{str(folder)!r} has files of {len(runs)} records, of {sizes} ranks. Record each run "
+            f"into a folder of its own."
         )
         raise StateError(msg)
+    for before, record in itertools.pairwise(records):
+        if before.header.rank == record.header.rank:
+            msg = f"{str(folder)!r} has two files of rank {record.header.rank}. Keep one of them."
+            raise StateError(msg)
     return records
 
 

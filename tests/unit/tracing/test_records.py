@@ -119,6 +119,14 @@ def test_records_of_two_runs_are_told_apart(tmp_path: pathlib.Path) -> None:
         read_folder(tmp_path)
 
 
+def test_two_files_of_a_rank_are_told(tmp_path: pathlib.Path) -> None:
+    for record in SyntheticRun(2).records():
+        write(tmp_path, record)
+    (tmp_path / "rank-1 copy.jsonl.gz").write_bytes((tmp_path / "rank-1.jsonl.gz").read_bytes())
+    with pytest.raises(StateError, match=r"has two files of rank 1\. Keep one of them"):
+        read_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     "change",
     [
