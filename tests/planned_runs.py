@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardkit
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from shardkit.planning._allocator import reserved_nbytes
-from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
+from shardkit.planning._run import Run, batch_on_meta, dry_run
 from wrapped_models import Stack
 
 if typing.TYPE_CHECKING:
@@ -279,7 +279,7 @@ class Training:
     def __init__(self, case: Case, device: str = "cpu", *, from_meta: bool = False) -> None:
         self.case = case
         mesh = shardkit.init_device_mesh(device, case.mesh)
-        self.model = on_meta(case.model()) if from_meta else case.model().to(device)
+        self.model = case.model().to("meta" if from_meta else device)
         case.prepare(self.model)
         case.shard(self.model, mesh)
         if from_meta:
@@ -316,7 +316,7 @@ def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
         case.shard(model, mesh)
 
     run = Run(
-        on_meta(case.model()),
+        case.model(),
         batch_on_meta(case.batch()),
         case.mesh,
         device=device,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import ConfigError
+from shardkit._module.checks import checked_ignored
 from shardkit._text import NotOfKindError, byte_size
 from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.planning._plan import RunPlan, plan_of
@@ -108,6 +109,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
 
     device = _device_type(device)
     options = {name: value for name, value in options.items() if value is not None}
+    if "ignored_params" in options:  # Each dry run reads them.
+        options["ignored_params"] = checked_ignored(options["ignored_params"])
     shape = _shape_of(mesh, options.get("strategy"))
     size, rank = math.prod(shape), index(rank)
     most = None if budget is None else _nbytes(budget)

@@ -65,45 +65,30 @@ class Run:
         return self.device == "cpu"
 
 
-def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with parameters and buffers on meta; the module does not change.
+def copied(run: Run) -> tuple[nn.Module, dict[str, Any]]:
+    """Return copies of a run's model, on meta, and of its options, which refer to that copy.
 
     Raises:
-        ConfigError: The module cannot be copied.
+        ConfigError: Something in them cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in (*run.model.parameters(), *run.model.buffers()):
         empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         is_param = isinstance(tensor, nn.Parameter)
         made = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
         made.__dict__.update(tensor.__dict__)
         memo[id(tensor)] = made
     try:
-        result: nn.Module = copy.deepcopy(module, memo)
+        found: tuple[nn.Module, dict[str, Any]] = copy.deepcopy((run.model, {**run.options}), memo)
     except Exception as error:
         msg = (
-            f"a plan shards a copy of the model, and copy.deepcopy of this {type(module).__name__} "
-            f"raises {type(error).__name__}: {error}. Plan with a model that holds nothing of this "
-            f"kind (locks, open files, outputs of a forward), or give its class a __deepcopy__."
+            f"a plan shards a copy of the model, and copy.deepcopy of this "
+            f"{type(run.model).__name__} and the options raises {type(error).__name__}: {error}. "
+            f"Plan with a model that holds nothing of this kind (locks, open files, outputs of a "
+            f"forward), or give its class a __deepcopy__."
         )
         raise ConfigError(msg) from error
-    return result
-
-
-def options_for(copied: nn.Module, of: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in which parameters of a model, such as ignored ones, are those of a copy."""
-    copies = dict(zip(of.parameters(), copied.parameters(), strict=True))
-
-    def found(value: Any) -> Any:
-        if isinstance(value, nn.Parameter):
-            return copies.get(value, value)
-        if isinstance(value, dict):
-            return {key: found(each) for key, each in value.items()}
-        if type(value) in {set, frozenset, list, tuple}:
-            return type(value)(map(found, value))
-        return value
-
-    return {name: found(value) for name, value in options.items()}
+    return found
 
 
 def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
@@ -130,7 +115,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
             cannot be copied.
         StateError: This process has a process group.
     """
-    model = on_meta(run.model)
+    model, options = copied(run)
     meter = MemoryMeter(on_cpu=run.on_cpu, is_timed=is_timed)
     world = dry_world(math.prod(run.mesh), run.rank, has_streams=not run.on_cpu)
     with world, meter, observed_by(meter.observer):
@@ -143,7 +128,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
         if run.shard is not None:
             run.shard(model, mesh)
         else:
-            auto_shard(model, mesh=mesh, **options_for(model, run.model, run.options))
+            auto_shard(model, mesh=mesh, **options)
         batch = map_tensors(torch.empty_like, run.batch)
         for tensor in iter_tensors(batch):
             meter.label(tensor, "batch", "batch")

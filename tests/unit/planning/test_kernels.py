@@ -17,7 +17,7 @@ from shardkit import plan
 from shardkit.planning._cpu_kernels import scratch_on_cpu
 from shardkit.planning._kernels import flops_of, scratch_on_cuda
 from shardkit.planning._meter import MemoryMeter
-from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
+from shardkit.planning._run import Run, batch_on_meta, dry_run
 
 Shape = tuple[int, ...]
 NUM_ROWS, NUM_HEADS, LENGTH, DIM = 2, 4, 512, 32
@@ -76,7 +76,7 @@ def test_attention_is_planned_and_counted_whatever_broadcasts(
         is_fused = dtype == torch.bfloat16
     model, batch = Attention(**options).to(dtype), _batch(dtype)
     assert plan(model, batch, mesh=2, device=device).num_params == DIM * DIM + DIM
-    seen = dry_run(Run(on_meta(model), batch_on_meta(batch), (2,), device=device), is_timed=True)
+    seen = dry_run(Run(model, batch_on_meta(batch), (2,), device=device), is_timed=True)
     scores = NUM_ROWS * NUM_HEADS * LENGTH * LENGTH
     has_scores = any(
         memory.nbytes >= scores * dtype.itemsize and memory.kind == "activations"
@@ -161,7 +161,7 @@ def test_a_formula_that_raises_counts_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_operators_are_recorded_only_for_the_time_of_a_step() -> None:
-    run = Run(on_meta(Mlp(16, 1)), batch_on_meta(torch.empty(8, 16)), (2,))
+    run = Run(Mlp(16, 1), batch_on_meta(torch.empty(8, 16)), (2,))
     assert not dry_run(run).operators
     assert dry_run(run, is_timed=True).operators
 

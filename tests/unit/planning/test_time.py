@@ -23,7 +23,7 @@ from shardkit.planning._profile import (
     rate_at,
     read_profile,
 )
-from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
+from shardkit.planning._run import Run, batch_on_meta, dry_run
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -301,7 +301,7 @@ def test_a_mesh_with_one_replica_is_tried_once(
         return dry_run(run, **options)
 
     monkeypatch.setattr(_advice, "dry_run", seen)
-    run = Run(on_meta(Mlp(8, 1)), batch_on_meta(torch.empty(2, 8)), mesh)
+    run = Run(Mlp(8, 1), batch_on_meta(torch.empty(2, 8)), mesh)
     _advice.choose_among(run, 10**9, IDEAL)
     assert set(tried) == {mesh, (2, 2)}
     tried.clear()
