@@ -162,6 +162,11 @@ def test_ranks_of_a_host_send_to_others_together() -> None:
     # Of a replicate axis over 8 hosts each device has its own link.
     assert profile.collective_s("all_reduce", 8e9, 8, 64) == pytest.approx(2 * 7e9 / 5e10)
     assert profile.collective_s("all_gather", 8e9, 1, 1) == 0
+    # Beyond the span of all links the one below the last is that of a group of hosts.
+    three = _changed(
+        links=(*profile.links[:1], Route(32, 0.0, ((1.0, 4e10),)), Route(64, 0.0, ((1.0, 1e9),)))
+    )
+    assert three.collective_s("all_gather", 128e9, 128, 128) == pytest.approx(127e9 / 32e9)
 
 
 def test_a_measured_link_is_that_of_the_same_collective_and_size() -> None:
