@@ -58,10 +58,7 @@ def read_batch(texts: list[str]) -> tuple[Tensor, ...] | dict[str, Tensor]:
     for text in texts:
         name, _, rest = text.rpartition("=")
         shape, _, dtype_name = rest.partition(":")
-        dtype = getattr(torch, dtype_name or "int64", None)
-        if not isinstance(dtype, torch.dtype):
-            msg = f"--batch must end with a dtype of torch such as bfloat16, got {text!r}."
-            raise ConfigError(msg)
+        dtype = _dtype(dtype_name or "int64")
         found.append((name, torch.empty(read_shape(shape, "--batch"), dtype=dtype, device="meta")))
     names = {name for name, _ in found}
     if "" not in names and len(names) == len(found):

@@ -40,24 +40,20 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A model, and how to train it. `dataclasses.replace` makes variants."""
+    """The arguments of `plan`, as they are meant. `dataclasses.replace` makes variants."""
 
-    model: nn.Module  # Model that is not sharded; each dry run takes a copy on meta.
-    # Inputs of the model on meta, positional or by name: one micro-batch of a rank.
-    batch: tuple[Any, ...] | dict[str, Any]
-    mesh: tuple[int, ...]  # Size of each axis: (shard,) or (replicate, shard).
-    device: str = "cuda"  # Type of the devices: ``cpu``, or an accelerator.
+    model: nn.Module
+    batch: tuple[Any, ...] | dict[str, Any]  # Inputs by position or by name, on meta.
+    mesh: tuple[int, ...]
+    device: str = "cuda"
     rank: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)  # Options of `auto_shard`.
-    # Function of model and mesh that shards, in place of `auto_shard`.
+    options: Mapping[str, Any] = field(default_factory=dict)
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None
     # Options of `checkpoint_activations`; None: nothing is recomputed.
     recompute: Mapping[str, Any] | None = None
-    # Function of the parameters that makes the optimizer; None: there is none.
     optimizer: MakeOptimizer | None = torch.optim.AdamW
-    # Function of the model's output that returns the loss.
     loss: Callable[[Any], Tensor] | None = None
-    accumulate: int = 1  # Number of micro-batches in a step.
+    accumulate: int = 1
 
     @property
     def on_cpu(self) -> bool:

@@ -34,7 +34,7 @@ def test_batches_are_read() -> None:
     for texts in (["1x4", "labels=1x4"], ["labels=1x4", "labels=1x8"]):
         with pytest.raises(ConfigError, match="for each input or for none"):
             read_batch(texts)
-    with pytest.raises(ConfigError, match="a dtype of torch"):
+    with pytest.raises(ConfigError, match="a dtype must be one of"):
         read_batch(["1x4:float99"])
 
 
