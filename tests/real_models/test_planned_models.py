@@ -110,6 +110,16 @@ def test_the_peak_is_that_of_a_step(spawn: Spawn, name: str, is_masked: bool) ->
     assert counted <= planned <= TOO_MUCH * counted
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_recompute_is_advised_though_the_model_has_a_cache(name: str) -> None:
+    model, batch = MODELS[name]().train(), batch_of(is_masked=True)
+    found = shardkit.plan(model, batch, mesh=2, budget=1)
+    model.config.use_cache = False
+    again = shardkit.plan(model, batch, mesh=2, recompute=True)
+    assert found.advice[0].change.startswith("compute activations of blocks again")
+    assert found.advice[0].peak_nbytes == again.peak_nbytes < found.peak_nbytes
+
+
 @pytest.mark.parametrize(
     ("named", "made"),
     [

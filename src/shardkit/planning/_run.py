@@ -120,6 +120,9 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
         # One number for each value that ranks compare, and the scalars that C++ makes.
         meter.born(8 * len([*model.parameters()]) + 64, "buffers", "scalars")
         if run.recompute is not None:
+            config: Any = getattr(model, "config", None)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False  # A repetition would write to the cache of transformers.
             checkpoint_activations(model, **run.recompute)
         if run.shard is not None:
             run.shard(model, mesh)
