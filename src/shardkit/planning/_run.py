@@ -271,7 +271,7 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError, OptimizerError) as error:
-        text = str(error).rstrip(". \n")
+        text = str(error).rstrip(".! \n")
         where = f"the forward of {meter.failed}" if meter.failed else "the model, or its loss,"
         if "meta" not in text.lower():
             raise
