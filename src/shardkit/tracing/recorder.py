@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist  # noqa: TID251 - clocks are compared through its store
@@ -30,7 +31,7 @@ from shardkit.tracing.clocks import Clock, read_clock
 from shardkit.tracing.records import RankHeader, RecordFile, remove_records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -142,7 +143,7 @@ def record(
         host=socket.gethostname(),
         device=groups[0].mesh.device_type if groups else "cpu",
         run=_name_of_run(store, f"{key}/name", rank),
-        axes=_axes_of(groups),
+        axes=axes_of(groups),
         clock=first,
     )
     recording = Recording(target, header)
@@ -187,8 +188,8 @@ def _place() -> tuple[int, int]:
 
 
 def _with_axes(header: RankHeader, model: nn.Module | None) -> RankHeader:
-    """Return the header with the axes of all present groups."""
-    return dataclasses.replace(header, axes={**header.axes, **_axes_of(_groups_of(model))})
+    """Return the header with the axes of all present groups, too."""
+    return dataclasses.replace(header, axes=axes_of(_groups_of(model), header.axes))
 
 
 def _groups_of(model: nn.Module | None) -> list[ParamGroup]:
@@ -207,9 +208,16 @@ def _name_of_run(store: Any, key: str, rank: int) -> str:
     return str(store.get(key).decode())
 
 
-def _axes_of(groups: Iterable[ParamGroup]) -> dict[str, list[int]]:
-    """Return the ranks of axes by their names in events; axes with the same name are left out."""
-    found: dict[str, set[tuple[int, ...]]] = {}
+def axes_of(
+    groups: Iterable[ParamGroup], known: Mapping[str, list[int]] = MappingProxyType({})
+) -> dict[str, list[int]]:
+    """Return the ranks of axes by their names in events; axes with the same name are left out.
+
+    Args:
+        groups: Groups that communicate over the axes.
+        known: Other axes.
+    """
+    found = {name: {tuple(ranks)} for name, ranks in known.items()}
 
     def add(name: str, ranks: Iterable[int]) -> None:
         members = tuple(ranks)
