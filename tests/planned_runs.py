@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardkit
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from shardkit.planning._allocator import reserved_nbytes
-from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
+from shardkit.planning._run import Run, batch_on_meta, dry_run
 from wrapped_models import Stack
 
 if typing.TYPE_CHECKING:
@@ -279,7 +279,7 @@ class Training:
     def __init__(self, case: Case, device: str = "cpu", *, from_meta: bool = False) -> None:
         self.case = case
         mesh = shardkit.init_device_mesh(device, case.mesh)
-        self.model = on_meta(case.model()) if from_meta else case.model().to(device)
+        self.model = case.model().to("meta" if from_meta else device)
         case.prepare(self.model)
         case.shard(self.model, mesh)
         if from_meta:
@@ -316,7 +316,7 @@ def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
         case.shard(model, mesh)
 
     run = Run(
-        on_meta(case.model()),
+        case.model(),
         batch_on_meta(case.batch()),
         case.mesh,
         device=device,
@@ -326,14 +326,12 @@ def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
         loss=torch.sum,
         accumulate=case.accumulate,
     )
-    seen = dry_run(run)
-    meter = seen.meter
-    collectives = [(c.op, c.nbytes) for c in meter.collectives[seen.first_collective :]]
-    second = next(e.opened for e in meter.events if e.kind == "step" and e.name == "2")
-    events = [e for e in meter.events if e.opened > second]
+    meter = dry_run(run)
+    events = meter.events
+    collectives = [(c.op, c.nbytes) for c in meter.collectives]
     edges, totals = edges_of(events), meter.totals()
     at = {e.opened: e.begin for e in events} | {e.closed: e.end for e in events}
-    places = [seen.begin, *(int(at[place]) for place in sorted(at)), meter.position]
+    places = [meter.begin, *(int(at[place]) for place in sorted(at)), meter.position]
     peaks = [max(totals[a : b + 1]) for a, b in itertools.pairwise(places)]
     reserved = reserved_nbytes(meter.memories)
     return Seen(collectives, edges, without_frees(edges, peaks), reserved)

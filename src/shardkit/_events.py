@@ -32,7 +32,6 @@ Kinds, what they span, and what `nbytes` says:
 - ``take``, ``return``: a buffer gets memory, new or used, and gives it up. Instants; name: the kind
   of the buffer (``unsharded``, ``send``, ``receive``), a space, and its first parameter; bytes of
   the memory that lies behind the buffer, which may be more than it asked for.
-- ``step``: the place where a step begins. The observer makes it by `StepObserver.tell`.
 
 A group's forward that ends in an exception is reported as any other. The ends of other events that
 were under way then are not reported.
@@ -60,7 +59,6 @@ Kind = Literal[
     "free",
     "take",
     "return",
-    "step",
 ]
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 

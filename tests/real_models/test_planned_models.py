@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 import shardkit
 from allocated import peaks_of, start_counting
+from shardkit.planning._command import read_model
 
 if typing.TYPE_CHECKING:
+    import pathlib
+
     from workers import Spawn
 
 pytestmark = pytest.mark.models
@@ -107,6 +110,37 @@ def test_the_peak_is_that_of_a_step(spawn: Spawn, name: str, is_masked: bool) ->
     assert counted <= planned <= TOO_MUCH * counted
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_recompute_is_advised_though_the_model_has_a_cache(name: str) -> None:
+    model, batch = MODELS[name]().train(), batch_of(is_masked=True)
+    found = shardkit.plan(model, batch, mesh=2, budget=1)
+    model.config.use_cache = False
+    again = shardkit.plan(model, batch, mesh=2, recompute=True)
+    assert found.advice[0].change.startswith("compute activations of blocks again")
+    assert found.advice[0].peak_nbytes == again.peak_nbytes < found.peak_nbytes
+
+
+@pytest.mark.parametrize(
+    ("named", "made"),
+    [
+        (["BartForConditionalGeneration"], "BartForConditionalGeneration"),
+        (["NoSuchModel"], "BartForCausalLM"),
+        (None, "BartForCausalLM"),
+    ],
+)
+def test_a_config_stands_for_the_model_that_it_names(
+    tmp_path: pathlib.Path, named: list[str] | None, made: str
+) -> None:
+    from transformers import BartConfig
+
+    config = BartConfig(d_model=64, vocab_size=VOCABULARY, dtype="bfloat16", architectures=named)
+    config.save_pretrained(tmp_path)
+    model, batch = read_model(str(tmp_path))
+    assert (type(model).__name__, batch) == (made, None)
+    kinds = {(param.dtype, param.device.type) for param in model.parameters()}
+    assert kinds == {(torch.bfloat16, "meta")}
+
+
 def test_operations_of_experts_are_those_of_all_their_rows() -> None:
     """In bf16, as on cards, and in fp32."""
     batch = batch_of(is_masked=False)
@@ -121,5 +155,8 @@ def test_operations_of_experts_are_those_of_all_their_rows() -> None:
     of_experts = 3 * 2 * (2 * rows) * 3 * WIDTH * 2 * WIDTH * layers  # 2 of 4, and 3 matrices.
     of_projections = 3 * 2 * rows * WIDTH * (2 * WIDTH + 2 * WIDTH // 4 + 4) * layers
     of_head = 3 * 2 * rows * WIDTH * VOCABULARY
-    of_attention = 7 * 2 * ROWS * LENGTH * LENGTH * WIDTH * layers  # 2 in forward, 5 in backward.
-    assert counted == [of_experts + of_projections + of_head + of_attention] * 2
+    of_scores = 2 * ROWS * LENGTH * LENGTH * WIDTH * layers
+    # 2 in forward, and 4 in backward; flash attention, for 16 bits only, computes scores again.
+    assert counted == [
+        of_experts + of_projections + of_head + number * of_scores for number in (6, 7)
+    ]

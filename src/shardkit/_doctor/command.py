@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch.distributed as dist
@@ -217,7 +218,9 @@ def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
         rank=rank,
         world_size=world_size,
         local_rank=number("LOCAL_RANK", 0, world_size - 1, rank),
-        local_world_size=number("LOCAL_WORLD_SIZE", 1, world_size, world_size),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1, world_size)
+        if "LOCAL_WORLD_SIZE" in environment
+        else 0,
         master_addr=environment["MASTER_ADDR"],
         master_port=number("MASTER_PORT", 1, 65535),
         hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
@@ -331,6 +334,9 @@ class Session:
     def _group(self) -> str:
         """Wait for all ranks; return their facts as JSON, or none if not all ranks came."""
         came = [*self._collect(_FIRST).values()]
+        on_host = Counter(facts["host"] for facts in came)
+        for facts in came:
+            facts["local_world_size"] = facts["local_world_size"] or on_host[facts["host"]]
         self.checkup.ranks += [RankFacts(**facts) for facts in came]
         return json.dumps([] if self.checkup.missing else came)
 

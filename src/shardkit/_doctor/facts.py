@@ -48,7 +48,7 @@ class LaunchPlace:
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
+    local_world_size: int  # 0: the launcher does not say it.
     master_addr: str
     master_port: int
     # Whether this rank opens the port where ranks meet. Under torchrun, an agent does so.

@@ -216,6 +216,8 @@ def _is_below(limit: int | None, least: int) -> bool:
 
 def _names_no_interface(variable: str, facts: RankFacts) -> bool:
     text = facts.environment.get(variable, "")
+    if text and variable == "GLOO_SOCKET_IFNAME":  # Takes whole names, and uses all of them.
+        return not facts.interfaces.keys() >= {*text.split(",")}
     if not text or text.startswith("^"):
         return False
     # NCCL takes prefixes of names, or whole names after "=".

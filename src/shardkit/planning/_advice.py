@@ -28,10 +28,10 @@ def _recompute(run: Run) -> Run | None:
 
 
 def _reshard(run: Run) -> Run | None:
-    if run.shard is not None or "strategy" in run.options:
+    is_chosen = run.shard is not None or "strategy" in run.options
+    if is_chosen or run.options.get("reshard_after_forward", True) is True:
         return None
-    is_resharded = run.options.get("reshard_after_forward") is not False
-    return None if is_resharded else _with_options(run, reshard_after_forward=True)
+    return _with_options(run, reshard_after_forward=True)
 
 
 def _shard_over_all(run: Run) -> Run | None:
@@ -87,7 +87,7 @@ def advise(run: Run, budget_nbytes: int) -> tuple[Advice, ...]:
 def _peak(run: Run) -> int | None:
     """Return the peak memory of a run; None if the run fails, with whatever error."""
     with contextlib.suppress(Exception):
-        return dry_run(run).peak_nbytes
+        return dry_run(run).peak_nbytes()
     return None
 
 
@@ -132,7 +132,7 @@ def _tried(
     """Return the time and memory of a run; None if the run fails, with whatever error."""
     with contextlib.suppress(Exception):
         seen = dry_run(run, is_timed=True)
-        time, peak = time_of(run, seen, profile), seen.peak_nbytes
+        time, peak = time_of(run, seen, profile), seen.peak_nbytes()
         why = (
             f"{time.seconds * 1e3:.1f} ms, collectives cost {time.exposed_s * 1e3:.1f} ms, "
             f"peak {shown_nbytes(peak)}"
@@ -164,9 +164,13 @@ def _meshes(run: Run) -> Variants:
 def _reshards(run: Run) -> Variants:
     if "strategy" in run.options:
         return []
-    is_resharded = run.options.get("reshard_after_forward") is not False
-    word = "no reshard after forward" if is_resharded else "reshard after forward"
-    return [(word, _with_options(run, reshard_after_forward=not is_resharded))]
+    chosen = run.options.get("reshard_after_forward", True)
+    words = {True: "reshard after forward", False: "no reshard after forward"}
+    return [
+        (word, _with_options(run, reshard_after_forward=value))
+        for value, word in words.items()
+        if value is not chosen
+    ]
 
 
 def _groupings(run: Run) -> Variants:

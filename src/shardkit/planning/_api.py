@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import ConfigError
+from shardkit._module.checks import checked_ignored
+from shardkit._text import NotOfKindError, byte_size
 from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.planning._plan import RunPlan, plan_of
 
@@ -41,7 +43,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     recompute: bool | Mapping[str, Any] = False,
     accumulate: int = 1,
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
-    budget: int | None = None,
+    budget: int | str | None = None,
     hardware: str | None = None,
     choose: bool = False,
     **options: Any,
@@ -64,7 +66,9 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     caching allocator of CUDA reserves is a number of its own.
 
     Args:
-        model: Model that is not sharded. It does not change: a copy on meta is sharded.
+        model: Model that is not sharded. It does not change: a copy on meta is sharded. Call
+            `model.train()` before: until then models of `from_pretrained` neither drop nor
+            checkpoint activations.
         batch: One micro-batch of a rank: a tensor, positional arguments, or a dict of arguments.
             Only shapes and dtypes count.
         mesh: Number of ranks, or size of each axis, (replicate, shard).
@@ -74,12 +78,13 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         optimizer: Name (``"adamw"``, ``"adam"``, ``"sgd"``, ``"none"``), or a function of the
             parameters that returns one.
         loss: Function of the model's output that returns the loss. None: the output's ``loss``, or
-            the sum of its first tensor that requires a gradient.
+            the sum of its first tensor that requires a gradient if it has no ``loss``.
         recompute: Whether backward recomputes the activations of repeated blocks; or options of
             `checkpoint_activations`.
         accumulate: Number of micro-batches in a step; the last one syncs.
         shard: Function of model and mesh that calls `fully_shard` itself, without `options`.
-        budget: Bytes that a device may hold. If the run does not fit, changes are tried.
+        budget: Bytes that a device may hold, such as ``"80GiB"``. If the run does not fit, changes
+            are tried.
         hardware: Name of a profile (``"a100"``, ``"cpu"``, ``"h100"``, ``"h200"``, ``"mi300x"``,
             ``"tpu-v5p"``), or the path of one, to predict the time of a step. With device ``"cpu"``
             it must be a profile of a CPU.
@@ -89,7 +94,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         **options: Options of `auto_shard`: `policy`, `strategy`, `mp_policy`, ...; None: not given.
 
     Raises:
-        ConfigError: An argument is wrong, or the model needs values in its forward.
+        ConfigError: An argument is wrong, the model needs values in its forward, or its ``loss`` is
+            None.
         StateError: This process has a process group.
         WrapError: An error of `auto_shard`.
 
@@ -103,16 +109,18 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
 
     device = _device_type(device)
     options = {name: value for name, value in options.items() if value is not None}
+    if "ignored_params" in options:  # Each dry run reads them.
+        options["ignored_params"] = checked_ignored(options["ignored_params"])
     shape = _shape_of(mesh, options.get("strategy"))
     size, rank = math.prod(shape), index(rank)
-    budget = None if budget is None else int(budget)
+    most = None if budget is None else _nbytes(budget)
     if not 0 <= rank < size:
         msg = f"rank must be from 0 to {size - 1} on a mesh of {shape}, got {rank}."
         raise ConfigError(msg)
     if accumulate < 1:
         msg = f"accumulate must be 1 micro-batch of a step or more, got {accumulate}."
         raise ConfigError(msg)
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+    if not callable(optimizer) and optimizer not in (*OPTIMIZERS, None):
         msg = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function, got {optimizer!r}."
         raise ConfigError(msg)
     if shard is not None and options:
@@ -132,18 +140,18 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         rank=rank,
         options=options,
         shard=shard,
-        recompute={} if recompute is True else recompute or None,
+        recompute={True: {}, False: None}[recompute] if isinstance(recompute, bool) else recompute,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
         loss=loss,
         accumulate=accumulate,
     )
-    result = plan_of(run, dry_run(run, is_timed=profile is not None), budget, profile)
+    result = plan_of(run, dry_run(run, is_timed=profile is not None), most, profile)
     if profile is not None and choose:
-        most = int(profile.memory_nbytes) if budget is None else budget
-        result = replace(result, choices=choose_among(run, most, profile))
-    if budget is None or result.fits:
+        limit = int(profile.memory_nbytes) if most is None else most
+        result = replace(result, choices=choose_among(run, limit, profile))
+    if most is None or result.fits:
         return result
-    return replace(result, advice=advise(run, budget))
+    return replace(result, advice=advise(run, most))
 
 
 def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:
@@ -156,6 +164,13 @@ def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:
         msg = f"mesh must be (shard,) or (replicate, shard), each of 1 rank or more, got {shape}."
         raise ConfigError(msg)
     return shape
+
+
+def _nbytes(budget: int | str) -> int:
+    try:
+        return byte_size(budget)
+    except NotOfKindError as error:
+        raise ConfigError(error.sentence("budget", budget)) from None
 
 
 def _device_type(device: str) -> str:

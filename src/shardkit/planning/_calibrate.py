@@ -19,7 +19,7 @@ from shardkit.backends.base import Gather, Reduction
 from shardkit.backends.device import use_own_device
 from shardkit.planning._meter import MemoryMeter
 from shardkit.planning._profile import Curve, HardwareProfile, Route
-from shardkit.planning._run import DryRun, Run
+from shardkit.planning._run import Run
 from shardkit.planning._time import seconds_of, time_of
 
 if TYPE_CHECKING:
@@ -351,7 +351,6 @@ def _groups(clock: _Clock) -> Callable[[HardwareProfile], HardwareProfile]:
     optimizer.step()
     meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
     with observed_by(meter.observer), meter:
-        meter.observer.tell("step", "2")
         forward_and_backward()
         number = len(meter.operators)
         optimizer.step()
@@ -367,7 +366,7 @@ def _groups(clock: _Clock) -> Callable[[HardwareProfile], HardwareProfile]:
         call_s = max(stepped.seconds - busy_s, 0.0) / number
         profile = replace(profile, sharded_operator_s=call_s)
         run = Run(model, (rows,), (clock.size,), device=profile.device)
-        foreseen_s = time_of(run, DryRun(meter, 0, 0, 0, 0), profile).seconds
+        foreseen_s = time_of(run, meter, profile).seconds
         num_computes = sum(event.kind == "compute" for event in meter.events)
         left_s = computed.seconds - foreseen_s
         [group_s] = clock.largest([max(left_s, 0.0) / num_computes])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import ConfigError
 from shardkit._settings import MixedPrecisionPolicy
-from shardkit._text import NotOfKindError, byte_size, nearest
+from shardkit._text import nearest
 from shardkit.config import from_config
 from shardkit.planning._api import plan
 
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
 # --- what is written on the command line ----------------------------------------------------------
 
 _DOES_NOT_FIT = 3  # 2 means a wrong command line.
-
-
-def read_size(text: str) -> int:
-    """Return the bytes in a text such as ``80GiB``, ``80GB`` or ``85899345920``.
-
-    Raises:
-        ConfigError: The text is no size.
-    """
-    try:
-        return byte_size(text)
-    except NotOfKindError as error:
-        raise ConfigError(error.sentence("a size", text)) from None
 
 
 def read_shape(text: str, what: str) -> tuple[int, ...]:
@@ -70,10 +58,7 @@ def read_batch(texts: list[str]) -> tuple[Tensor, ...] | dict[str, Tensor]:
     for text in texts:
         name, _, rest = text.rpartition("=")
         shape, _, dtype_name = rest.partition(":")
-        dtype = getattr(torch, dtype_name or "int64", None)
-        if not isinstance(dtype, torch.dtype):
-            msg = f"--batch must end with a dtype of torch such as bfloat16, got {text!r}."
-            raise ConfigError(msg)
+        dtype = _dtype(dtype_name or "int64")
         found.append((name, torch.empty(read_shape(shape, "--batch"), dtype=dtype, device="meta")))
     names = {name for name, _ in found}
     if "" not in names and len(names) == len(found):
@@ -89,7 +74,8 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
 
     Args:
         text: ``module:function``, which returns a model, or a model and a batch; or the path of a
-            config.json of transformers or of its folder, for a causal language model.
+            config.json of transformers or of its folder, for the model that `architectures` in it
+            names, or else for a causal language model.
 
     Raises:
         ConfigError: The text names nothing of this kind, or the function raises an `OSError`, or
@@ -155,11 +141,15 @@ def _model_of_transformers(path: Path) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path))
         with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+            name = next(iter(config.architectures or ()), "")
+            if hasattr(transformers, name):
+                model: nn.Module = getattr(transformers, name)._from_config(config)  # noqa: SLF001
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        msg = f"{str(path)!r} must be a config of a causal language model: {error}"
+        msg = f"{str(path)!r} must be a config of a model of transformers: {error}"
         raise ConfigError(msg) from error
-    config.use_cache = False  # The model uses this object.
+    config.use_cache = config.get_text_config().use_cache = False  # The model uses these objects.
     return model
 
 
@@ -209,7 +199,8 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
     config: Annotated[
-        str | None, typer.Option(help="A config file, in the place of the last options.")
+        str | None,
+        typer.Option(help="A config file, in the place of --wrap, --strategy and dtypes."),
     ] = None,
     budget: Annotated[str | None, typer.Option(help="What a device may hold, e.g. 80GiB.")] = None,
     hardware: Annotated[
@@ -248,6 +239,11 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     shape = _mesh_of(mesh, read)
     if read is not None:
         device = device or read.settings.device_type
+        beside: dict[str, object] = {"--wrap": wrap, "--strategy": strategy, "--dtype": dtype}
+        beside |= {"--reduce-dtype": reduce_dtype, "--choose": choose}
+        if others := [name for name, value in beside.items() if value]:
+            msg = f"--config takes the place of {', '.join(others)}. Give one or the other."
+            raise ConfigError(msg)
     dtypes = _dtype(dtype), _dtype(reduce_dtype)
     # Without a terminal, this shows nothing.
     with Console(stderr=True).status("planning"):
@@ -260,7 +256,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             optimizer=optimizer,
             recompute=recompute,
             accumulate=accumulate,
-            budget=None if budget is None else read_size(budget),
+            budget=budget,
             hardware=hardware,
             choose=choose,
             shard=None if read is None else read.shard,
@@ -309,6 +305,9 @@ def _calibrate(path: Path, device: str) -> None:
     from shardkit.planning._calibrate import calibrate
     from shardkit.planning._profile import profile_text
 
+    if path.suffix != ".toml":
+        msg = f"--calibrate must be the path of a .toml file, as for --hardware, got {str(path)!r}."
+        raise ConfigError(msg)
     profile = calibrate(device)
     if os.environ.get("RANK", "0") == "0":
         host, size = platform.node(), os.environ.get("WORLD_SIZE", "1")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_HEAD_DIMS = 8
-"""Fused kernels of CUDA need head dims that are a multiple of this."""
+_HEAD_DIMS = range(0, 257, 8)
+"""Head dims of flash attention on CUDA."""
 
 
 def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
@@ -91,14 +91,6 @@ def _are_fused(query: Any, key: Any, value: Any, options: Any) -> bool:
     return query.shape[1] == key.shape[1] == value.shape[1] or bool(options.get("enable_gqa"))
 
 
-def _whole_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Return the inputs with as many key heads as query heads."""
-    times = query.shape[1] // key.shape[1]
-    if times == 1:
-        return query, key, value
-    return query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-
-
 def _added(mask: Any, query: Any) -> Any:
     """Return a mask in the form that kernels add to scores; torch converts boolean masks to it."""
     if mask is None or mask.dtype != torch.bool:
@@ -119,21 +111,25 @@ def _on_cpu(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **option
 
 
 def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
-    """Return the result of the CUDA kernel that keeps the least memory; None if none fits."""
+    """Return the result of the CUDA kernel that keeps the least memory; None if none fits.
+
+    Only flash attention lets heads share keys.
+    """
     if not _are_fused(query, key, value, options):
         return None
     dropout, causal = options.get("dropout_p", 0.0), options.get("is_causal", False)
     scale, ops = options.get("scale"), torch.ops.aten
     is_half = query.dtype in {torch.float16, torch.bfloat16}
-    are_whole = query.shape[-1] == value.shape[-1] and query.shape[-1] % _HEAD_DIMS == 0
-    if attn_mask is None and is_half and are_whole:
+    is_narrow = query.shape[-1] == value.shape[-1] and query.shape[-1] in _HEAD_DIMS
+    if attn_mask is None and is_half and is_narrow:
         flash = ops._scaled_dot_product_flash_attention  # noqa: SLF001
         return flash(query, key, value, dropout, causal, False, scale=scale)[0]
+    if key.shape[1] != query.shape[1]:
+        return None
     if attn_mask is not None:
         attn_mask = _added(attn_mask, query).expand(*query.shape[:2], query.shape[2], key.shape[2])
     efficient = ops._scaled_dot_product_efficient_attention  # noqa: SLF001
-    inputs = _whole_heads(query, key, value)
-    return efficient(*inputs, attn_mask, True, dropout, causal, scale=scale)[0]
+    return efficient(query, key, value, attn_mask, True, dropout, causal, scale=scale)[0]
 
 
 # --- memory that kernels of CUDA take while they run ---

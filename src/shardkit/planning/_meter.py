@@ -99,13 +99,16 @@ class MemoryMeter(TorchDispatchMode):
 
     Attributes:
         memories: Records of all memory, in the order of birth.
-        collectives: Records of all collectives, in the order of issue.
-        operators: Records of all operators that compute, in order, if `is_timed`.
-        events: Events that the core reported.
+        collectives: Records of the collectives of the step, in the order of issue.
+        operators: Records of its operators that compute, in order, if `is_timed`.
+        events: Events that the core reported in it.
         observer: Observer that delivers the events, for `observed_by`; its times are positions.
         position: Number of allocations and frees so far.
+        begin: Position at which the step began.
         modules: Names of the modules whose forward is under way, the innermost last.
         failed: Name of the module in which an operator raised; None: none did.
+        padding_nbytes: Bytes of the rank's shards that belong to no parameter.
+        param_dtypes: Names of the dtypes of parameters.
     """
 
     def __init__(self, *, on_cpu: bool, is_timed: bool = False) -> None:
@@ -117,13 +120,21 @@ class MemoryMeter(TorchDispatchMode):
         self.operators: list[Operator] = []
         self.events: list[StepEvent] = []
         self.observer = StepObserver(self._told, lambda: float(self.position))
-        self.position = 0
+        self.position = self.begin = 0
         self.modules: list[str] = []
         self.failed: str | None = None
+        self.padding_nbytes = 0
+        self.param_dtypes: tuple[str, ...] = ()
         self._alive: dict[int, tuple[HeldMemory | None, Any]] = {}
         self._taken: defaultdict[str, list[HeldMemory]] = defaultdict(list)
         self._spare: defaultdict[int, deque[HeldMemory]] = defaultdict(deque)
         self._summed: tuple[HeldMemory, HeldMemory] | None = None
+
+    def begin_step(self) -> None:
+        """Record a step from now on. Of what came before only the memory counts."""
+        self.begin = self.position
+        self.observer.forget([event.group for event in self.observer.under_way])
+        del self.collectives[:], self.operators[:], self.events[:]
 
     # --- what runs ---
 
@@ -313,6 +324,10 @@ class MemoryMeter(TorchDispatchMode):
         memory.kind, memory.name = kind, f"{first} and {num_others} more" if num_others else first
         if on_host is not None:
             memory.on_host = on_host
+
+    def peak_nbytes(self, kind: str | None = None, *, on_host: bool = False) -> int:
+        """Return the most bytes at one time in the step, of one kind or of all kinds."""
+        return max(self.totals(kind, on_host=on_host)[self.begin :])
 
     def totals(self, kind: str | None = None, *, on_host: bool = False) -> list[int]:
         """Return the bytes that existed after each position, of one kind or of all kinds."""

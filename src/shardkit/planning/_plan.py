@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardkit._events import StepEvent
     from shardkit.planning._meter import HeldMemory, IssuedCollective, MemoryMeter
     from shardkit.planning._profile import HardwareProfile
-    from shardkit.planning._run import DryRun, Run
+    from shardkit.planning._run import Run
     from shardkit.planning._time import StepTime
 
 _NUM_OWNERS = 10
@@ -122,6 +122,7 @@ class RunPlan:
         rank: Number of the rank.
         device: Type of the devices.
         num_params: Number of elements of all parameters, over all ranks.
+        param_dtypes: Names of the dtypes of parameters, such as ``bfloat16``.
         peak: Instant at which the most memory exists.
         instants: Instants with the most memory, the largest first.
         between_steps: Bytes of each kind that exist between two steps.
@@ -141,6 +142,7 @@ class RunPlan:
     rank: int
     device: str
     num_params: int
+    param_dtypes: tuple[str, ...]
     peak: Instant
     instants: tuple[Instant, ...]
     between_steps: dict[str, int]
@@ -178,42 +180,41 @@ class RunPlan:
 
 
 def plan_of(
-    run: Run, seen: DryRun, budget_nbytes: int | None, profile: HardwareProfile | None
+    run: Run, meter: MemoryMeter, budget_nbytes: int | None, profile: HardwareProfile | None
 ) -> RunPlan:
-    """Return the plan from a dry run; with a profile also the time of a step."""
-    meter = seen.meter
+    """Return the plan from the records of a step; with a profile also its time."""
     totals = meter.totals()
     best: dict[str, int] = {}
-    for where, begin, end in _segments(meter.events, seen.begin, meter.position):
+    for where, begin, end in _segments(meter):
         at = max(range(begin, end + 1), key=totals.__getitem__)
         if where not in best or totals[at] > totals[best[where]]:
             best[where] = at
     ranked = sorted(best, key=lambda where: -totals[best[where]])[:_NUM_INSTANTS]
     instants = tuple(_instant(where, meter.at(best[where])) for where in ranked)
-    host = meter.totals(on_host=True)
     return RunPlan(
         mesh=run.mesh,
         rank=run.rank,
         device=run.device,
-        num_params=seen.num_params,
+        num_params=sum(param.numel() for param in run.model.parameters()),
+        param_dtypes=meter.param_dtypes,
         peak=instants[0],
         instants=instants,
-        between_steps=_by_kind(meter.at(seen.begin)),
-        most_of_kind=_most_of_kind(meter, seen.begin),
-        padding_nbytes=seen.padding_nbytes,
-        host_nbytes=max(host[seen.begin :]),
-        collectives=_sent(meter.collectives[seen.first_collective :]),
+        between_steps=_by_kind(meter.at(meter.begin)),
+        most_of_kind=_most_of_kind(meter),
+        padding_nbytes=meter.padding_nbytes,
+        host_nbytes=meter.peak_nbytes(on_host=True),
+        collectives=_sent(meter.collectives),
         reserved_nbytes=reserved_nbytes(meter.memories) if run.device == "cuda" else None,
         budget_nbytes=budget_nbytes,
-        time=None if profile is None else time_of(run, seen, profile),
+        time=None if profile is None else time_of(run, meter, profile),
     )
 
 
-def _segments(events: Iterable[StepEvent], begin: int, end: int) -> Iterable[tuple[str, int, int]]:
-    """Yield the parts of the run with the same events under way, and their positions."""
-    edges = edges_of(event for event in events if event.closed > event.opened)
+def _segments(meter: MemoryMeter) -> Iterable[tuple[str, int, int]]:
+    """Yield the parts of the step with the same events under way, and their positions."""
+    edges = edges_of(event for event in meter.events if event.closed > event.opened)
     active: dict[int, StepEvent] = {}
-    after, between = begin, "before the first forward"
+    after, between = meter.begin, "before the first forward"
     for _, event, is_begin in sorted(edges, key=lambda edge: edge[0]):
         at = int(event.begin if is_begin else event.end)
         if at > after:
@@ -225,8 +226,8 @@ def _segments(events: Iterable[StepEvent], begin: int, end: int) -> Iterable[tup
             del active[event.opened]
         if event.kind == "pass":
             between = "loss" if event.phase == "forward" else "optimizer step"
-    if end > after:
-        yield _where(active.values(), between), after, end
+    if meter.position > after:
+        yield _where(active.values(), between), after, meter.position
 
 
 def _where(active: Iterable[StepEvent], between: str) -> str:
@@ -266,10 +267,10 @@ def _by_kind(memories: Iterable[HeldMemory]) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in found.most_common() if nbytes}
 
 
-def _most_of_kind(meter: MemoryMeter, begin: int) -> dict[str, int]:
-    """Return the most bytes of each kind at one time, from a position on, the largest first."""
+def _most_of_kind(meter: MemoryMeter) -> dict[str, int]:
+    """Return the most bytes of each kind at one time, the largest first."""
     kinds = dict.fromkeys(memory.kind for memory in meter.memories)
-    most = Counter({kind: max(meter.totals(kind)[begin:]) for kind in kinds})
+    most = Counter({kind: meter.peak_nbytes(kind) for kind in kinds})
     return {kind: nbytes for kind, nbytes in most.most_common() if nbytes}
 
 
@@ -285,9 +286,10 @@ def _sent(collectives: Iterable[IssuedCollective]) -> tuple[SentTotal, ...]:
 
 
 def _lines(plan: RunPlan) -> list[str]:
-    shape = "x".join(map(str, plan.mesh))
+    shape, dtypes = "x".join(map(str, plan.mesh)), ", ".join(plan.param_dtypes)
+    of_params = f"{plan.num_params:,} parameters ({dtypes})"
     lines = [
-        f"{plan.num_params:,} parameters on a mesh of {shape} ({plan.device}), rank {plan.rank}",
+        f"{of_params} on a mesh of {shape} ({plan.device}), rank {plan.rank}",
         "",
         f"peak {shown_nbytes(plan.peak.nbytes)}: {plan.peak.where}",
         *(f"  {shown_nbytes(o.nbytes):>12}  {o.kind}: {o.name}" for o in plan.peak.owners),

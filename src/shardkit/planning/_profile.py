@@ -111,7 +111,8 @@ class HardwareProfile:
                 ),
             )
             return near.latency_s + sent / rate_at(near.bytes_per_s, sent)
-        at = next((i for i, link in enumerate(self.links) if link.span >= span), -1)
+        last = len(self.links) - 1
+        at = next((i for i, link in enumerate(self.links) if link.span >= span), last)
         outer, inner = self.links[at], self.links[max(at - 1, 0)]
         within = max(1, int(inner.span) * num_ranks // span) if outer is not inner else 1
         rate = within * rate_at(outer.bytes_per_s, sent)

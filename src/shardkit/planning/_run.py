@@ -40,24 +40,20 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A model, and how to train it. `dataclasses.replace` makes variants."""
+    """The arguments of `plan`, as they are meant. `dataclasses.replace` makes variants."""
 
-    model: nn.Module  # Model that is not sharded; each dry run takes a copy on meta.
-    # Inputs of the model on meta, positional or by name: one micro-batch of a rank.
-    batch: tuple[Any, ...] | dict[str, Any]
-    mesh: tuple[int, ...]  # Size of each axis: (shard,) or (replicate, shard).
-    device: str = "cuda"  # Type of the devices: ``cpu``, or an accelerator.
+    model: nn.Module
+    batch: tuple[Any, ...] | dict[str, Any]  # Inputs by position or by name, on meta.
+    mesh: tuple[int, ...]
+    device: str = "cuda"
     rank: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)  # Options of `auto_shard`.
-    # Function of model and mesh that shards, in place of `auto_shard`.
+    options: Mapping[str, Any] = field(default_factory=dict)
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None
     # Options of `checkpoint_activations`; None: nothing is recomputed.
     recompute: Mapping[str, Any] | None = None
-    # Function of the parameters that makes the optimizer; None: there is none.
     optimizer: MakeOptimizer | None = torch.optim.AdamW
-    # Function of the model's output that returns the loss.
     loss: Callable[[Any], Tensor] | None = None
-    accumulate: int = 1  # Number of micro-batches in a step.
+    accumulate: int = 1
 
     @property
     def on_cpu(self) -> bool:
@@ -65,61 +61,30 @@ class Run:
         return self.device == "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    """The records of a dry run."""
-
-    meter: MemoryMeter
-    begin: int  # Position at which the second step began.
-    first_collective: int  # Number of collectives before that position.
-    padding_nbytes: int  # Bytes of this rank's shards that belong to no parameter.
-    num_params: int  # Number of elements of all parameters.
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most bytes of the device that exist at one time in the second step."""
-        return max(self.meter.totals()[self.begin :])
-
-
-def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with parameters and buffers on meta; the module does not change.
+def copied(run: Run) -> tuple[nn.Module, dict[str, Any]]:
+    """Return copies of a run's model, on meta, and of its options, which refer to that copy.
 
     Raises:
-        ConfigError: The module cannot be copied.
+        ConfigError: Something in them cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in (*run.model.parameters(), *run.model.buffers()):
         empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         is_param = isinstance(tensor, nn.Parameter)
         made = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
         made.__dict__.update(tensor.__dict__)
         memo[id(tensor)] = made
     try:
-        result: nn.Module = copy.deepcopy(module, memo)
+        found: tuple[nn.Module, dict[str, Any]] = copy.deepcopy((run.model, {**run.options}), memo)
     except Exception as error:
         msg = (
-            f"a plan shards a copy of the model, and copy.deepcopy of this {type(module).__name__} "
-            f"raises {type(error).__name__}: {error}. Plan with a model that holds nothing of this "
-            f"kind (locks, open files, outputs of a forward), or give its class a __deepcopy__."
+            f"a plan shards a copy of the model, and copy.deepcopy of this "
+            f"{type(run.model).__name__} and the options raises {type(error).__name__}: {error}. "
+            f"Plan with a model that holds nothing of this kind (locks, open files, outputs of a "
+            f"forward), or give its class a __deepcopy__."
         )
         raise ConfigError(msg) from error
-    return result
-
-
-def options_for(copied: nn.Module, of: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in which parameters of a model, such as ignored ones, are those of a copy."""
-    copies = dict(zip(of.parameters(), copied.parameters(), strict=True))
-
-    def found(value: Any) -> Any:
-        if isinstance(value, nn.Parameter):
-            return copies.get(value, value)
-        if isinstance(value, dict):
-            return {key: found(each) for key, each in value.items()}
-        if type(value) in {set, frozenset, list, tuple}:
-            return type(value)(map(found, value))
-        return value
-
-    return {name: found(value) for name, value in options.items()}
+    return found
 
 
 def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
@@ -132,32 +97,37 @@ def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
 
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
-def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
+def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
     """Shard a copy of the model and make two steps, of which the second is like all that follow.
 
     The steps train, also where gradients are off around this call. If they are timed, operators are
     recorded, for `time_of`.
+
+    Returns:
+        The records of the second step.
 
     Raises:
         ConfigError: An operator of the model needs values, which tensors on meta lack; or the model
             cannot be copied.
         StateError: This process has a process group.
     """
-    model = on_meta(run.model)
+    model, options = copied(run)
     meter = MemoryMeter(on_cpu=run.on_cpu, is_timed=is_timed)
     world = dry_world(math.prod(run.mesh), run.rank, has_streams=not run.on_cpu)
     with world, meter, observed_by(meter.observer):
         names = ("replicate", "shard")[-len(run.mesh) :]
         mesh = init_dry_mesh(run.mesh, names)
-        num_params = sum(param.numel() for param in model.parameters())
         # One number for each value that ranks compare, and the scalars that C++ makes.
         meter.born(8 * len([*model.parameters()]) + 64, "buffers", "scalars")
         if run.recompute is not None:
+            config: Any = getattr(model, "config", None)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False  # A repetition would write to the cache of transformers.
             checkpoint_activations(model, **run.recompute)
         if run.shard is not None:
             run.shard(model, mesh)
         else:
-            auto_shard(model, mesh=mesh, **options_for(model, run.model, run.options))
+            auto_shard(model, mesh=mesh, **options)
         batch = map_tensors(torch.empty_like, run.batch)
         for tensor in iter_tensors(batch):
             meter.label(tensor, "batch", "batch")
@@ -176,9 +146,11 @@ def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
             _explained(meter),
             torch.autograd.set_detect_anomaly(False),  # Its checks read values.
         ):
-            begin, first = _two_steps(run, model, optimizer, batch, meter)
-        padding = _padding_nbytes(model)
-    return DryRun(meter, begin, first, padding, num_params)
+            _two_steps(run, model, optimizer, batch, meter)
+        meter.padding_nbytes = _padding_nbytes(model)
+        dtypes = {str(param.dtype).removeprefix("torch.") for param in model.parameters()}
+        meter.param_dtypes = tuple(sorted(dtypes))
+    return meter
 
 
 def _local(tensor: Any) -> Tensor:
@@ -209,16 +181,10 @@ def _two_steps(
     optimizer: torch.optim.Optimizer | None,
     batch: Any,
     meter: MemoryMeter,
-) -> tuple[int, int]:
-    """Make two steps as a plain loop does, where names keep the last output until the next one.
-
-    Returns:
-        The position at which the second step began, and the number of collectives before it.
-    """
-    begin = first = 0
-    for step in ("1", "2"):
-        begin, first = meter.position, len(meter.collectives)
-        meter.observer.tell("step", step)
+) -> None:
+    """Make two steps as a plain loop does, where names keep the last output until the next one."""
+    for _ in range(2):
+        meter.begin_step()
         for left in reversed(range(run.accumulate)):
             if run.accumulate > 1 and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(not left)
@@ -232,12 +198,12 @@ def _two_steps(
         if optimizer is not None:
             optimizer.step()
             for key, state in optimizer.state.items():
-                host = is_on_host(_local(key).untyped_storage())
+                # Some optimizers keep other state under a key that is no parameter.
+                host = key in names and is_on_host(_local(key).untyped_storage())
                 for tensor in iter_tensors(state):
                     name = names.get(key, "?")
                     meter.label(_local(tensor), "optimizer state", name, on_host=host)
         (model if optimizer is None else optimizer).zero_grad()
-    return begin, first
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:
@@ -253,7 +219,16 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 def _loss_of(run: Run, output: Any) -> Tensor:
     if run.loss is not None:
         return run.loss(output)
-    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    else:
+        found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if found is None and hasattr(output, "loss"):
+        msg = (
+            f"the loss in the model's {type(output).__name__} is None, as in transformers without "
+            f"labels. Add labels to the batch, or pass loss=, a function of the model's output."
+        )
+        raise ConfigError(msg)
     if found is None:
         found = next((t for t in iter_tensors(output) if t.requires_grad), None)
     if found is None:
@@ -296,18 +271,18 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError, OptimizerError) as error:
-        text, where = str(error).rstrip(". \n"), meter.failed or "the model"
+        text = str(error).rstrip(".! \n")
+        where = f"the forward of {meter.failed}" if meter.failed else "the model, or its loss,"
         if "meta" not in text.lower():
             raise
         msg = (
-            f"a plan computes nothing, and the forward of {where} needs values: {text}. Plan "
-            f"with a model that does not decide by values, for example with experts of a fixed "
-            f"capacity."
+            f"a plan computes nothing, and {where} needs values: {text}. Plan with a model that "
+            f"does not decide by values, for example with experts of a fixed capacity."
         )
         if "expected device" in text:
             msg = (
-                f"a plan computes on meta, and the forward of {where} has a tensor elsewhere: "
-                f"{text}. Make it a buffer of the model (register_buffer)."
+                f"a plan computes on meta, and {where} has a tensor elsewhere: {text}. Make it "
+                f"a buffer of the model (register_buffer)."
             )
         if meter.observer.phase == "optimizer":
             msg = (

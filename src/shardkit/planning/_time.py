@@ -15,9 +15,9 @@ from shardkit._events import StepEvent, edges_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shardkit.planning._meter import Operator
+    from shardkit.planning._meter import MemoryMeter, Operator
     from shardkit.planning._profile import HardwareProfile
-    from shardkit.planning._run import DryRun, Run
+    from shardkit.planning._run import Run
 
 _NUM_MODULES = 10
 _OPS = {"gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
@@ -82,12 +82,10 @@ class StepTime:
     spans: tuple[Span, ...]
 
 
-def time_of(run: Run, seen: DryRun, profile: HardwareProfile) -> StepTime:
-    """Return the time of the second step of a dry run."""
-    meter = seen.meter
-    start = next(e.opened for e in meter.events if e.kind == "step" and e.name == "2")
-    operators = [each for each in meter.operators if each.after >= start]
-    tasks = _Tasks(run, profile).of((e for e in meter.events if e.opened >= start), operators)
+def time_of(run: Run, meter: MemoryMeter, profile: HardwareProfile) -> StepTime:
+    """Return the time of the step that a meter has recorded."""
+    operators = meter.operators
+    tasks = _Tasks(run, profile).of(meter.events, operators)
     seconds = replay(tasks, profile.overlap)
     spans = tuple(
         Span(task.lane, task.name, task.begin, task.end)

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from shardkit._text import console_of_tables, table_of
+from shardkit.tracing.late import WINDOW, compared_steps
 from shardkit.tracing.page import PlannedStep, write_page
 from shardkit.tracing.perfetto import write_perfetto
 from shardkit.tracing.picture import draw
@@ -91,7 +92,9 @@ def _facts(trace: Trace) -> Iterator[str]:
         yield f"the records of {len(cut)} ranks were cut off, rank {cut[0]} first"
     error_s = max(record.header.clock.error_s for record in trace.records)
     yield f"clocks of ranks agree within {error_s * 1e6:.0f} us"
-    if not trace.late:
+    if not compared_steps(trace.slices):
+        yield f"whether a rank is late shows in {WINDOW + 1} steps of two ranks or more"
+    elif not trace.late:
         yield "no rank is late"
     for late in trace.late:
         yield str(late)

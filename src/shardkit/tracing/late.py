@@ -85,15 +85,19 @@ class LateRank(NamedTuple):
         )
 
 
-def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
-    """Return ranks that are late, by the slices of each rank; the most costly one first."""
-    if len(by_rank) < 2:  # noqa: PLR2004 - no other rank to compare with
-        return []
-    tables = {"": _own_seconds(by_rank), " link": _link_seconds(by_rank)}
+def compared_steps(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[int]:
+    """Return the steps in which ranks are compared; empty if these are too few, or for one rank."""
     common = set.intersection(*({each.step for each in slices} for slices in by_rank.values()))
     steps = sorted(common)[1:]  # The first step makes what others reuse.
-    if len(steps) < WINDOW:
+    return steps if len(by_rank) > 1 and len(steps) >= WINDOW else []
+
+
+def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
+    """Return ranks that are late, by the slices of each rank; the most costly one first."""
+    steps = compared_steps(by_rank)
+    if not steps:
         return []
+    tables = {"": _own_seconds(by_rank), " link": _link_seconds(by_rank)}
     lengths = seconds_by(by_rank[min(by_rank)], "step")
     step_s = statistics.median(lengths[step,] for step in steps)
     found = []

@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import socket
 import time
 import uuid
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist  # noqa: TID251 - clocks are compared through its store
@@ -29,7 +31,7 @@ from shardkit.tracing.clocks import Clock, read_clock
 from shardkit.tracing.records import RankHeader, RecordFile, remove_records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -108,8 +110,9 @@ def record(
         The record.
 
     Raises:
-        StateError: A record is being made already, the folder is a file, ranks are threads of one
-            process, or a rank did not call it within 300 seconds.
+        StateError: A record is being made already, the folder is a file or in the place of the
+            model, ranks are threads of one process or have no process group yet, or a rank did not
+            call it within 300 seconds.
 
     Cost: about 2 us for each event, of which a group has about 20 in a step, and 5 us and 10 bytes
         more when it is written; nothing after the context has ended. At the start and the end of
@@ -117,6 +120,9 @@ def record(
         store, one rank after another.
     """
     rank, world_size = _place()
+    if isinstance(model, (str, Path)):
+        msg = f"shardkit.record takes a model first. Write record(folder={str(model)!r})."
+        raise StateError(msg)
     if _events.observer is not None:
         msg = "shardkit.record: the steps of this process are observed already. End that first."
         raise StateError(msg)
@@ -137,7 +143,7 @@ def record(
         host=socket.gethostname(),
         device=groups[0].mesh.device_type if groups else "cpu",
         run=_name_of_run(store, f"{key}/name", rank),
-        axes=_axes_of(groups),
+        axes=axes_of(groups),
         clock=first,
     )
     recording = Recording(target, header)
@@ -171,13 +177,19 @@ def _place() -> tuple[int, int]:
         )
         raise StateError(msg)
     if not dist.is_available() or not dist.is_initialized():
+        if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+            msg = (
+                f"shardkit.record: this process is one of {size} ranks, and has no process group "
+                f"yet. Call init_device_mesh (or init_process_group) first."
+            )
+            raise StateError(msg)
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def _with_axes(header: RankHeader, model: nn.Module | None) -> RankHeader:
-    """Return the header with the axes of all present groups."""
-    return dataclasses.replace(header, axes={**header.axes, **_axes_of(_groups_of(model))})
+    """Return the header with the axes of all present groups, too."""
+    return dataclasses.replace(header, axes=axes_of(_groups_of(model), header.axes))
 
 
 def _groups_of(model: nn.Module | None) -> list[ParamGroup]:
@@ -196,9 +208,16 @@ def _name_of_run(store: Any, key: str, rank: int) -> str:
     return str(store.get(key).decode())
 
 
-def _axes_of(groups: Iterable[ParamGroup]) -> dict[str, list[int]]:
-    """Return the ranks of axes by their names in events; axes with the same name are left out."""
-    found: dict[str, set[tuple[int, ...]]] = {}
+def axes_of(
+    groups: Iterable[ParamGroup], known: Mapping[str, list[int]] = MappingProxyType({})
+) -> dict[str, list[int]]:
+    """Return the ranks of axes by their names in events; axes with the same name are left out.
+
+    Args:
+        groups: Groups that communicate over the axes.
+        known: Other axes.
+    """
+    found = {name: {tuple(ranks)} for name, ranks in known.items()}
 
     def add(name: str, ranks: Iterable[int]) -> None:
         members = tuple(ranks)

@@ -40,7 +40,7 @@ _FIELDS = StepEvent._fields
 _NUMBERS = ("group", "nbytes", "num_ranks", "opened", "closed")
 _TIMES = ("begin", "end")
 _NOT_A_RECORD = (
-    *(KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration, RecursionError),
+    *(KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError),
     *(gzip.BadGzipFile, OverflowError),
 )
 _WORDS = tuple(name for name in _FIELDS if name not in (*_NUMBERS, *_TIMES))
@@ -152,14 +152,17 @@ def read_folder(folder: Path) -> list[RankRecord]:
         raise StateError(msg)
     records = sorted(map(read_record, paths), key=lambda record: record.header.rank)
     runs = {(record.header.world_size, record.header.run) for record in records}
-    ranks = {record.header.rank for record in records}
-    if len(runs) > 1 or len(ranks) < len(records):
+    if len(runs) > 1:
         sizes = sorted(size for size, _ in runs)
         msg = (
-            f"{str(folder)!r} has files of {len(runs)} records, of {sizes} ranks, or a rank twice: "
-            f"{len(records)} files. Record each run into a folder of its own."
+            f"{str(folder)!r} has files of {len(runs)} records, of {sizes} ranks. Record each run "
+            f"into a folder of its own."
         )
         raise StateError(msg)
+    for before, record in itertools.pairwise(records):
+        if before.header.rank == record.header.rank:
+            msg = f"{str(folder)!r} has two files of rank {record.header.rank}. Keep one of them."
+            raise StateError(msg)
     return records
 
 
@@ -171,7 +174,13 @@ def read_record(path: Path) -> RankRecord:
     """
     try:
         lines = _lines_of(path)
-        content = next(lines)
+        content = next(lines, None)
+        if content is None:
+            msg = (
+                f"{path} ends before its first event: the rank has died, or the file was not "
+                f"copied to its end. Delete it to see the other ranks."
+            )
+            raise StateError(msg)
         if content.pop("version") != _VERSION:
             msg = f"{path}: written by another version of shardkit. Read it with that one."
             raise StateError(msg)
@@ -228,9 +237,14 @@ def _shown(word: str) -> str:
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects in a file, up to the point where it was cut off."""
+    has_begun = False
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             while line := file.readline(_MAX_LINE):
                 yield json.loads(line)
+                has_begun = True
     except (EOFError, zlib.error):
         return
+    except gzip.BadGzipFile:  # Also if one byte is left of a line.
+        if not has_begun:
+            raise

@@ -46,7 +46,7 @@ def place(rank: int, world_size: int, **fields: typing.Any) -> LaunchPlace:
     return LaunchPlace(**{**values, **fields})
 
 
-def meet(machines: dict[int, FakeMachine], world_size: int) -> Checkup:
+def meet(machines: dict[int, FakeMachine], world_size: int, **fields: typing.Any) -> Checkup:
     """Let ranks with these machines meet; return what rank 0 knows."""
     store = RunStore("doctor", dist.HashStore())
     results: dict[int, typing.Any] = {}
@@ -54,7 +54,7 @@ def meet(machines: dict[int, FakeMachine], world_size: int) -> Checkup:
     def run(rank: int) -> None:
         session = Session(
             machines[rank],
-            place(rank, world_size),
+            place(rank, world_size, **fields),
             store,
             timeout_s=TIMEOUT_S,
             times_collectives=False,
@@ -88,6 +88,17 @@ def test_healthy_machines_have_no_errors(world_size: int) -> None:
     every = {(a, b) for a in range(world_size) for b in range(world_size) if a != b}
     assert partners == every
     assert all(link.error is None for link in found.links)
+
+
+def test_ranks_of_a_host_are_counted_if_the_launcher_does_not_say_how_many_there_are() -> None:
+    said = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "5"}
+    at = place_of(said)
+    assert at is not None
+    seen = ("cuda", ["H200"] * 2)
+    machines = {rank: FakeMachine(f"node{rank % 2}", seen=seen) for rank in range(4)}
+    found = meet(machines, 4, local_world_size=at.local_world_size)
+    assert [facts.local_world_size for facts in found.ranks] == [2] * 4
+    assert "too-few-devices" not in {finding.check for finding in examine(found)}
 
 
 def test_a_clock_that_is_off_is_measured() -> None:

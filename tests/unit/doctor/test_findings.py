@@ -106,6 +106,15 @@ def test_what_is_wrong_with_one_machine_is_found_there(check: str) -> None:
     assert finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("text", "is_known"),
+    [("eth0", True), ("eth0,lo", True), ("eth", False), ("eth0,ib0", False), ("^lo", False)],
+)
+def test_gloo_takes_whole_names_of_interfaces(text: str, is_known: bool) -> None:
+    found = examine(checkup(group(2, environment={"GLOO_SOCKET_IFNAME": text})))
+    assert ("interface-unknown" not in {finding.check for finding in found}) is is_known
+
+
 @pytest.mark.parametrize("check", ["host-loopback"])
 def test_a_host_alone_may_be_its_own_loopback(check: str) -> None:
     found = examine(checkup(group(1, host_addresses=LOOPBACK)))

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from planned_runs import Adapters, Mlp
 from shardkit.planning._meter import MemoryMeter
-from shardkit.planning._run import on_meta
 from wrapped_models import Stack
 
 if typing.TYPE_CHECKING:
@@ -59,7 +58,7 @@ def _in_place_for_real(model: nn.Module, batch: Tensor) -> int:
 
 
 def _in_place_in_a_plan(model: nn.Module, batch: Tensor) -> int:
-    model, batch = on_meta(model), batch.to("meta")
+    model, batch = model.to("meta"), batch.to("meta")
     with MemoryMeter(on_cpu=False) as meter:
         model(batch).sum().backward()
     return sum(memory.takes_over is not None for memory in meter.memories)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
 import re
 import threading
 import typing
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ def test_sizes_of_a_mesh_may_be_integers_of_numpy() -> None:
 
 def test_a_plan_of_numbers_of_numpy_can_be_written_as_json() -> None:
     made = planned(mesh=4, rank=np.int64(1), budget=np.int64(1 << 40))
-    assert json.loads(json.dumps(asdict(made)))["rank"] == 1
+    assert json.loads(json.dumps(dataclasses.asdict(made)))["rank"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -124,6 +124,13 @@ def test_what_a_budget_leaves_and_what_helps() -> None:
     assert planned(budget=peak - 1, offload_policy=None, strategy=None).advice == found.advice
 
 
+def test_a_budget_may_be_a_text() -> None:
+    assert planned(budget="80GiB").budget_nbytes == 80 * 2**30
+    for text in ("", "80 iB", "-1GB", 0, -1):
+        with pytest.raises(ConfigError, match="budget must be a number of bytes such as"):
+            planned(budget=text)
+
+
 def test_what_the_allocator_reserves_is_said() -> None:
     assert planned(device="cpu").reserved_nbytes is None
     found = planned(budget=2**40)
@@ -142,6 +149,8 @@ def test_more_of_anything_is_never_less_memory() -> None:
     assert planned(mesh=8).peak_nbytes < base
     assert planned(reshard_after_forward=False).peak_nbytes > base
     assert planned(recompute=True).peak_nbytes < base
+    assert planned(recompute={}).peak_nbytes == planned(recompute=True).peak_nbytes
+    assert planned(recompute=False).peak_nbytes == base
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -176,6 +185,13 @@ def test_what_fits_a_budget_fits_every_larger_one() -> None:
     assert [each.fits for each in found] == sorted(each.fits for each in found)
     fitting = [{a.change for a in each.advice if a.fits} for each in found if not each.fits]
     assert all(fewer <= more for fewer, more in itertools.pairwise(fitting))
+
+
+def test_parameters_that_are_kept_in_part_may_be_resharded() -> None:
+    kept, resharded = (planned(budget=1, reshard_after_forward=n) for n in (2, True))
+    advice = {each.change: each.peak_nbytes for each in kept.advice}
+    assert advice["reshard after forward"] == resharded.peak_nbytes < kept.peak_nbytes
+    assert "reshard after forward" not in {each.change for each in resharded.advice}
 
 
 def test_advice_is_in_the_order_of_costs_and_each_was_planned() -> None:
@@ -230,12 +246,13 @@ def test_buffers_are_counted(device: str) -> None:
 
 
 @pytest.mark.parametrize("as_option", [True, False])
-def test_ignored_parameters_stay_whole(as_option: bool) -> None:
+@pytest.mark.parametrize("collect", [set, iter, lambda params: dict.fromkeys(params).keys()])
+def test_ignored_parameters_stay_whole(collect: typing.Any, as_option: bool) -> None:
     model = Offset()
     without = planned(model).between_steps["parameters"]
     kept = nn.Parameter(torch.zeros(1000, WIDTH), requires_grad=False)
     model.blocks[0].kept = kept
-    ignored: typing.Any = {"ignored_params": {kept}}
+    ignored: typing.Any = {"ignored_params": collect([kept]) if as_option else {kept}}
     options = ignored if as_option else {"policy": {"blocks.*": ignored, "": ignored}}
     found = planned(model, **options)
     assert found.between_steps["parameters"] == without + kept.nbytes
@@ -283,6 +300,56 @@ def test_a_model_that_needs_values_is_named() -> None:
     planned()  # Nothing of the failed plan is left.
 
 
+def test_a_loss_that_needs_values_is_not_taken_for_a_module() -> None:
+    with pytest.raises(ConfigError, match="and the model, or its loss, needs values"):
+        planned(loss=lambda output: output.sum() * output.sum().item())
+
+
+@dataclasses.dataclass
+class Output:
+    """What models of transformers return."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss, if it gets labels."""
+
+    def __init__(self, make: typing.Any) -> None:
+        super().__init__()
+        self.make = make
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, 50_000)])
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> typing.Any:
+        logits = self.blocks[0](x)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return self.make(loss=loss, logits=logits)
+
+
+def test_the_loss_of_an_output_is_that_of_the_step() -> None:
+    x, labels = torch.empty(64, WIDTH), torch.empty(64, dtype=torch.long)
+    with pytest.raises(ConfigError, match="the loss in the model's Output is None"):
+        plan(WithLoss(Output), x, mesh=2)
+    alone = plan(WithLoss(Output), x, mesh=2, loss=lambda output: output.logits.sum())
+    batch = {"x": x, "labels": labels}
+    of_dict, of_output = (plan(WithLoss(make), batch, mesh=2) for make in (dict, Output))
+    assert alone.peak_nbytes < of_output.peak_nbytes == of_dict.peak_nbytes
+
+
+class KeepsMore(torch.optim.SGD):
+    """Keeps state that belongs to no parameter, as MADGRAD does."""
+
+    def step(self, closure: typing.Any = None) -> None:
+        super().step(closure)
+        self.state["k"] = torch.zeros(1000, device="meta")  # type: ignore[index, assignment]
+
+
+def test_state_of_an_optimizer_may_belong_to_no_parameter() -> None:
+    found = planned(optimizer=KeepsMore).between_steps
+    assert found["optimizer state"] == 4000
+
+
 class StopsByValue(torch.optim.SGD):
     """Steps while gradients are large."""
 
@@ -317,7 +384,7 @@ def test_a_plan_trains_where_gradients_are_off(mode: typing.Any) -> None:
 def test_a_model_that_cannot_be_copied_is_refused_by_name() -> None:
     model = Mlp(16, 1)
     model.lock = threading.Lock()
-    refusal = "copy of the model, and copy.deepcopy of this Mlp raises TypeError: cannot pickle"
+    refusal = "copy.deepcopy of this Mlp and the options raises TypeError: cannot pickle"
     with pytest.raises(ConfigError, match=refusal):
         plan(model, torch.empty(8, 16), mesh=2)
 
@@ -337,6 +404,8 @@ def test_arguments_that_fit_nothing_are_refused() -> None:
         planned(accumulate=0)
     with pytest.raises(ConfigError, match="optimizer must be one of adamw, adam, sgd, none"):
         planned(optimizer="lion")
+    with pytest.raises(ConfigError, match="or a function, got AdamW"):
+        planned(optimizer=AdamW([nn.Parameter(torch.zeros(1))]))
     with pytest.raises(ConfigError, match="shard takes the place of policy"):
         planned(shard=lambda *_: None)
 

@@ -23,10 +23,12 @@ from shardkit.planning._profile import (
     rate_at,
     read_profile,
 )
-from shardkit.planning._run import DryRun, Run, batch_on_meta, dry_run, on_meta
+from shardkit.planning._run import Run, batch_on_meta, dry_run
 
 if typing.TYPE_CHECKING:
     import pathlib
+
+    from shardkit.planning._meter import MemoryMeter
 
 WIDTH, DEPTH, NUM_ROWS = 1024, 4, 2048
 IDEAL = HardwareProfile(
@@ -160,6 +162,11 @@ def test_ranks_of_a_host_send_to_others_together() -> None:
     # Of a replicate axis over 8 hosts each device has its own link.
     assert profile.collective_s("all_reduce", 8e9, 8, 64) == pytest.approx(2 * 7e9 / 5e10)
     assert profile.collective_s("all_gather", 8e9, 1, 1) == 0
+    # Beyond the span of all links the one below the last is that of a group of hosts.
+    three = _changed(
+        links=(*profile.links[:1], Route(32, 0.0, ((1.0, 4e10),)), Route(64, 0.0, ((1.0, 1e9),)))
+    )
+    assert three.collective_s("all_gather", 128e9, 128, 128) == pytest.approx(127e9 / 32e9)
 
 
 def test_a_measured_link_is_that_of_the_same_collective_and_size() -> None:
@@ -294,12 +301,12 @@ def test_a_mesh_with_one_replica_is_tried_once(
 ) -> None:
     tried = []
 
-    def seen(run: Run, **options: typing.Any) -> DryRun:
+    def seen(run: Run, **options: typing.Any) -> MemoryMeter:
         tried.append(run.mesh)
         return dry_run(run, **options)
 
     monkeypatch.setattr(_advice, "dry_run", seen)
-    run = Run(on_meta(Mlp(8, 1)), batch_on_meta(torch.empty(2, 8)), mesh)
+    run = Run(Mlp(8, 1), batch_on_meta(torch.empty(2, 8)), mesh)
     _advice.choose_among(run, 10**9, IDEAL)
     assert set(tried) == {mesh, (2, 2)}
     tried.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from recording import recording_mesh
 from shardkit import StateError, _events, fully_shard, record
+from shardkit.tracing.recorder import axes_of
 from shardkit.tracing.records import read_record
 
 if typing.TYPE_CHECKING:
@@ -81,6 +83,39 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: pathlib.Path) ->
     with pytest.raises(StateError, match=r"folder must be a directory.*file is a file"):
         record(None, tmp_path / "file").__enter__()
     assert (tmp_path / "file").read_bytes() == b"kept"
+
+
+def test_a_rank_without_a_process_group_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks would be rank 0 of one rank, and write into one file."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(StateError, match=r"one of 2 ranks, and has no process group yet\. Call"):
+        record(None, tmp_path / "steps").__enter__()
+    assert not (tmp_path / "steps").exists()
+
+
+def test_a_folder_in_the_place_of_the_model_is_refused(tmp_path: pathlib.Path) -> None:
+    for folder in ("steps", tmp_path):
+        wrong: typing.Any = folder
+        with pytest.raises(StateError, match=r"takes a model first\. Write record\(folder='"):
+            record(wrong).__enter__()
+
+
+def test_axes_of_one_name_are_left_out_also_if_one_came_later() -> None:
+    alone = SimpleNamespace(members=(0,))
+
+    def group(*ranks: int) -> typing.Any:
+        plan = SimpleNamespace(axis=SimpleNamespace(members=ranks), replicate_axis=alone)
+        bucket, mesh = SimpleNamespace(plan=plan), SimpleNamespace(ranks=ranks)
+        return SimpleNamespace(kept_axes={}, buckets=[bucket], mesh=mesh)
+
+    first = axes_of([group(0, 1)])
+    both = {"shard 2": [0, 1], " 2": [0, 1]}
+    assert first == axes_of([group(0, 1)], first) == {"replicate 1": [0], **both}
+    found = axes_of([group(0, 2)], first)
+    assert found == axes_of([group(0, 1), group(0, 2)]) == {"replicate 1": [0]}
+    assert axes_of([group(0, 1, 2)], first).keys() == {*first, "shard 3", " 3"}
 
 
 def test_many_events_are_written_in_parts(

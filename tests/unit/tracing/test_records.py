@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import re
 import typing
 
 import pytest
@@ -65,16 +66,31 @@ def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: pathlib.Path) -> 
     assert read_record(path).events[0] == half[0]
 
 
+def test_a_file_may_be_cut_off_anywhere(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, SyntheticRun(2).records()[0], close=False)
+    path = tmp_path / "rank-0.jsonl.gz"
+    whole = path.read_bytes()
+    begins = [found.start() for found in re.finditer(rb"\x1f\x8b\x08", whole)]
+    assert len(begins) > 2
+    for end in (0, begins[1] // 2):
+        path.write_bytes(whole[:end])
+        with pytest.raises(StateError, match="ends before its first event: the rank has died"):
+            read_record(path)
+    for begin in begins[1:]:
+        path.write_bytes(whole[: begin + 1])  # One byte of a line that is compressed.
+        assert not read_record(path).is_whole
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b'{"version": 2}', b"\xff", b'{"version": 2, "rank": 0, "clock": 3}'],
+    [b"[]", b"{}", b'{"version": 2}', b"\xff", b'{"version": 2, "rank": 0, "clock": 3}'],
 )
 def test_what_is_no_record_is_named(tmp_path: pathlib.Path, content: bytes) -> None:
     path = tmp_path / "rank-0.jsonl.gz"
     path.write_bytes(gzip.compress(content))
     with pytest.raises(StateError, match=r"rank-0\.jsonl\.gz is not a record of shardkit"):
         read_record(path)
-    path.write_bytes(content or b"junk")
+    path.write_bytes(content)
     with pytest.raises(StateError, match="is not a record of shardkit"):
         read_record(path)
 
@@ -100,6 +116,14 @@ def test_records_of_two_runs_are_told_apart(tmp_path: pathlib.Path) -> None:
     file = RecordFile(tmp_path, RankHeader(1, 4, clock=Clock()))
     file.close(RankHeader(1, 4))
     with pytest.raises(StateError, match=r"files of 2 records, of \[2, 4\] ranks"):
+        read_folder(tmp_path)
+
+
+def test_two_files_of_a_rank_are_told(tmp_path: pathlib.Path) -> None:
+    for record in SyntheticRun(2).records():
+        write(tmp_path, record)
+    (tmp_path / "rank-1 copy.jsonl.gz").write_bytes((tmp_path / "rank-1.jsonl.gz").read_bytes())
+    with pytest.raises(StateError, match=r"has two files of rank 1\. Keep one of them"):
         read_folder(tmp_path)
 
 

@@ -62,6 +62,25 @@ def test_the_command_says_who_is_late_and_where_the_time_goes(folder: pathlib.Pa
     assert "trace.png" not in names
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "num_steps", "said"),
+    [
+        (2, 6, "no rank is late"),
+        (2, 5, "whether a rank is late shows in 6 steps of two ranks or more"),
+        (1, 9, "whether a rank is late shows in 6 steps of two ranks or more"),
+    ],
+)
+def test_the_command_says_whether_it_could_compare_ranks(
+    tmp_path: pathlib.Path, num_ranks: int, num_steps: int, said: str
+) -> None:
+    for record in SyntheticRun(num_ranks, num_steps=num_steps).records():
+        file = RecordFile(tmp_path, record.header)
+        file.write(record.events)
+        file.close(record.header)
+    result = CliRunner().invoke(app, ["trace", str(tmp_path), "--no-files"])
+    assert said in result.output.splitlines()
+
+
 def test_shares_are_the_step(folder: pathlib.Path) -> None:
     trace = Trace.read(folder)
     steps = [
