@@ -17,7 +17,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import memory_of, writing_only
 from shardkit.optim._codecs import codec_of, fresh_state, is_number, own_random_numbers
 from shardkit.optim._delegating import DelegatingOptimizer, State
-from shardkit.optim._refusals import BY_OWNERS, NORM, check_class
+from shardkit.optim._refusals import check_class, check_options
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -388,11 +388,7 @@ class LocalOptimizer(DelegatingOptimizer):
     def _probe(self) -> Optimizer:
         check_class(self.optimizer_class, on_wholes=False)
         probe = super()._probe()
-        # An option of bitsandbytes: it clips each parameter's update by its norm.
-        if getattr(getattr(probe, "args", None), "max_unorm", 0.0):
-            name = type(probe).__name__
-            msg = f"{name} with max_unorm cannot run on pieces of parameters: {NORM}. {BY_OWNERS}"
-            raise OptimizerError(msg)
+        check_options(probe)
         self._codec = codec_of(probe)
         self._is_random = bool(getattr(probe, "bf16_stochastic_round", False))
         return probe

@@ -219,6 +219,29 @@ def test_state_of_no_parameter_is_refused() -> None:
         get_optimizer_state_dict(model, optimizer)
 
 
+class Counting(torch.optim.SGD):
+    """Saves more than its state and its groups, as Ranger21 does."""
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "lookahead_step": 3}
+
+
+class Wrapping(torch.optim.SGD):
+    """Saves the state of another optimizer by a name of its own, as Lookahead does."""
+
+    def state_dict(self) -> State:
+        return {"base": super().state_dict()}
+
+
+def test_entries_beside_state_and_groups_are_named() -> None:
+    model = Recorded(rank=1).model
+    with pytest.warns(UserWarning, match=r"Counting has \['lookahead_step'\] beside"):
+        state = get_optimizer_state_dict(model, Counting(model.parameters(), lr=0.1))
+    assert state.keys() == {"state", "param_groups"}
+    with pytest.raises(CheckpointError, match=r"Wrapping has \['base'\], but .* pass that one"):
+        get_optimizer_state_dict(model, Wrapping(model.parameters(), lr=0.1))
+
+
 def test_parameters_of_which_nothing_was_saved() -> None:
     model = Recorded(rank=1).model
     optimizer = torch.optim.AdamW(model.parameters())

@@ -49,7 +49,9 @@ def test_classes_of_torch_that_are_not_elementwise(name: str, reason: str) -> No
     "name", ["Lamb", "LAMB32bit", "LARS8bit", "DistributedShampoo", "SOAP", "Prodigy", "Lars",
              "DAdaptAdam", "GaLoreAdamW8bit", "Adam_mini", "CAME", "AdamP", "FusedLAMB",
              "StableAdamW", "SM3", "Nero", "SPlus", "Scion", "ScionLight", "Fromage", "Amos",
-             "Adalite", "Adai", "AvaGrad", "AdaGC", "ProdigyPlusScheduleFree"]
+             "Adalite", "Adai", "AvaGrad", "AdaGC", "ProdigyPlusScheduleFree", "Conda", "Ranger",
+             "Ranger21", "ROSE", "Aida", "ApolloDQN", "MARS", "SGDSaI", "StableSPAM", "TAM",
+             "AdaTAM", "AdamS", "NvNovoGrad", "AdafactorBigVision"]
 )  # fmt: skip
 def test_other_classes_by_name(name: str) -> None:
     with pytest.raises(OptimizerError, match=f"{name} cannot run on pieces"):
@@ -63,10 +65,41 @@ def test_elementwise_classes_by_name(name: str) -> None:
     LocalOptimizer([nn.Parameter(torch.ones(4))], a_class(name))
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Prodigy", "DAdaptAdam", "dadapt_sgd", "Adai"])
-def test_classes_that_compute_over_all_parameters_take_them_directly(name: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("caution", "means of whole parameters"),
+        ("cautious", "means of whole parameters"),
+        ("adanorm", "norms or means"),
+        ("stable_adamw", "norms or means"),
+        ("use_gc", "by rows"),
+        ("max_grad_norm", "over all parameters"),
+    ],
+)
+def test_options_with_which_a_class_is_not_elementwise(option: str, reason: str) -> None:
+    class Optional(torch.optim.SGD):
+        def __init__(self, params: typing.Any, **options: float) -> None:
+            super().__init__(params)
+            self.defaults |= options
+
+    params = [nn.Parameter(torch.ones(4))]
+    LocalOptimizer(params, Optional, **{option: 0.0})
+    with pytest.raises(OptimizerError, match=rf"Optional with {option} cannot run .*{reason}"):
+        LocalOptimizer(params, Optional, **{option: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, "over all parameters") for name in ("LBFGS", "Prodigy", "DAdaptAdam", "dadapt_sgd",
+                                                     "Adai", "AdamS", "Ranger21")),
+        *((name, "the loss of each step") for name in ("EmoNavi", "EmoLynx", "EmoFact")),
+        ("Gravity", "random numbers"),
+    ],
+)  # fmt: skip
+def test_classes_that_take_sharded_parameters_directly(name: str, reason: str) -> None:
     for delegating in (LocalOptimizer, MatrixOptimizer):
-        with pytest.raises(OptimizerError, match=r"over all parameters\. Pass the sharded"):
+        with pytest.raises(OptimizerError, match=rf"{reason}\. Pass the sharded"):
             delegating([nn.Parameter(torch.ones(4))], a_class(name))
 
 

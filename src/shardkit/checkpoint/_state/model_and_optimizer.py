@@ -11,6 +11,7 @@ begins anew.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,11 +61,25 @@ def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     for optimizer, in_groups in names_in_groups(model, optimizers):
         flat = [aliases[0] for aliases in chain(*in_groups)]
         numbered = optimizer.state_dict()
+        kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
+        others = [key for key in numbered if key not in ("state", "param_groups")]
+        if not numbered.keys() >= {"state", "param_groups"}:
+            msg = (
+                f"the state_dict() of {kind} has {others}, but a saved state is made of 'state' "
+                f"and 'param_groups'. If it wraps another optimizer, pass that one, and save and "
+                f"load the rest by a name of its own."
+            )
+            raise CheckpointError(msg)
+        if others:
+            msg = (
+                f"the state_dict() of {kind} has {others} beside 'state' and 'param_groups', and "
+                f"checkpoints leave these out. Save and load them by a name of their own."
+            )
+            warnings.warn(msg, stacklevel=2)
         for key in numbered["state"]:
             if type(key) is not int or not 0 <= key < len(flat):
-                kind = getattr(optimizer, "optimizer_class", type(optimizer))
                 msg = (
-                    f"{kind.__name__} keeps {key!r} in its state beside that of the parameters, "
+                    f"{kind} keeps {key!r} in its state beside that of the parameters, "
                     f"but a saved state goes by parameter names. Take the entry out of "
                     f"optimizer.state, save or load it by a name of its own, and put it back."
                 )
