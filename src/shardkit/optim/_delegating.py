@@ -105,7 +105,17 @@ class DelegatingOptimizer(Optimizer, ABC):
         self.optimizer_class = optimizer_class
         self._options = dict(options)
         self._forget()
-        super().__init__(params, self._defaults_of(self._probe()))
+        try:
+            probe = self._probe()
+        except Exception as error:
+            if isinstance(params, (list, tuple)) and any(isinstance(each, dict) for each in params):
+                error.add_note(
+                    f"{type(self).__name__} has tried {optimizer_class.__name__} on one parameter, "
+                    f"without the settings of groups. If the class needs keys in each group, such "
+                    f"as use_muon, pass the sharded parameters to the class itself."
+                )
+            raise
+        super().__init__(params, self._defaults_of(probe))
 
     _kept: tuple[str, ...] = ("optimizer_class", "_options")
     """Attributes that copies and pickles also have."""

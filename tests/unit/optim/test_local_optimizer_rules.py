@@ -131,6 +131,23 @@ def test_what_is_no_class_of_optimizers() -> None:
             LocalOptimizer([nn.Parameter(torch.ones(4))], wrong)
 
 
+class NeedsKeys(torch.optim.SGD):
+    """A class that looks for a key in each group of its parameters."""
+
+    def __init__(self, params: typing.Any, **options: typing.Any) -> None:
+        params = list(params)
+        assert all("use_muon" in group for group in params)  # Raises for a tensor.
+        super().__init__(params, **options)
+
+
+def test_a_class_that_needs_keys_in_each_group_is_explained() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(4))], "use_muon": False}]
+    with pytest.raises(RuntimeError) as caught:
+        MatrixOptimizer(groups, NeedsKeys, lr=0.1)
+    (note,) = caught.value.__notes__
+    assert "pass the sharded parameters to the class itself" in note
+
+
 def test_wrong_options_raise_at_once() -> None:
     with pytest.raises(ValueError, match="Invalid learning rate"):
         LocalOptimizer([nn.Parameter(torch.ones(4))], torch.optim.AdamW, lr=-1.0)
