@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import ConfigError
-from shardkit._module.checks import checked_ignored
+from shardkit._module.checks import check_kinds, checked_ignored, find_params
 from shardkit._text import NotOfKindError, byte_size
 from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.planning._plan import RunPlan, plan_of
@@ -112,7 +112,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if "ignored_params" in options:  # Each dry run reads them.
         options["ignored_params"] = checked_ignored(options["ignored_params"])
     shape = _shape_of(mesh, options.get("strategy"))
-    size, rank = math.prod(shape), index(rank)
+    size, rank = math.prod(shape), _integer("rank", rank)
+    accumulate = _integer("accumulate", accumulate)
     most = None if budget is None else _nbytes(budget)
     if not 0 <= rank < size:
         msg = f"rank must be from 0 to {size - 1} on a mesh of {shape}, got {rank}."
@@ -132,6 +133,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     profile = None if hardware is None else read_profile(hardware)
     if profile is not None:
         profile.check_run(device, size)
+    check_kinds(find_params([model], set()))  # Copies need shapes.
     run = Run(
         model,
         batch_on_meta(batch),
@@ -156,14 +158,26 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
 
 def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:
     """Return the size of each axis; a strategy chooses it for a number of ranks."""
-    # `index` takes the integers of NumPy, too, and makes them Python's.
-    shape = tuple(map(index, mesh)) if isinstance(mesh, Iterable) else (index(mesh),)
-    if strategy is not None and not isinstance(mesh, Iterable):
+    if isinstance(mesh, str):
+        msg = f"mesh must be a number of ranks, or sizes of axes such as (2, 8), got {mesh!r}."
+        raise ConfigError(msg)
+    sizes = mesh if isinstance(mesh, Iterable) else (mesh,)
+    shape = tuple(_integer("each number of mesh", size) for size in sizes)
+    if strategy is not None and sizes is not mesh:
         shape = strategy_of(strategy).mesh_shape(shape[0])
     if len(shape) not in (1, 2) or min(shape) < 1:
         msg = f"mesh must be (shard,) or (replicate, shard), each of 1 rank or more, got {shape}."
         raise ConfigError(msg)
     return shape
+
+
+def _integer(name: str, value: Any) -> int:
+    """Return an integer, also of NumPy, as one of Python."""
+    try:
+        return index(value)
+    except TypeError:
+        msg = f"{name} must be an integer, got {value!r}."
+        raise ConfigError(msg) from None
 
 
 def _nbytes(budget: int | str) -> int:

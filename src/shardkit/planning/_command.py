@@ -23,6 +23,7 @@ from shardkit._settings import MixedPrecisionPolicy
 from shardkit._text import nearest
 from shardkit.config import from_config
 from shardkit.planning._api import plan
+from shardkit.planning._kernels import switch_cache_off
 
 if TYPE_CHECKING:
     from shardkit.config import Config
@@ -149,7 +150,7 @@ def _model_of_transformers(path: Path) -> nn.Module:
     except (OSError, ValueError) as error:
         msg = f"{str(path)!r} must be a config of a model of transformers: {error}"
         raise ConfigError(msg) from error
-    config.use_cache = config.get_text_config().use_cache = False  # The model uses these objects.
+    switch_cache_off(model)
     return model
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _HEAD_DIMS = range(0, 257, 8)
@@ -82,6 +82,12 @@ def transformers_without_values() -> Iterator[None]:
         )
         stack.enter_context(patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
         yield
+
+
+def switch_cache_off(model: nn.Module) -> None:
+    """Let a model of transformers keep no keys and values of its forward for the next tokens."""
+    if (config := getattr(model, "config", None)) is not None and hasattr(config, "use_cache"):
+        config.use_cache = config.get_text_config().use_cache = False  # Its layers use these.
 
 
 def _are_fused(query: Any, key: Any, value: Any, options: Any) -> bool:

@@ -26,6 +26,7 @@ from shardkit.backends.dry import dry_world, init_dry_mesh, is_on_host
 from shardkit.planning._kernels import (
     fused_attention,
     seen_random_states,
+    switch_cache_off,
     transformers_without_values,
 )
 from shardkit.planning._meter import MemoryMeter
@@ -120,9 +121,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
         # One number for each value that ranks compare, and the scalars that C++ makes.
         meter.born(8 * len([*model.parameters()]) + 64, "buffers", "scalars")
         if run.recompute is not None:
-            config: Any = getattr(model, "config", None)
-            if hasattr(config, "use_cache"):
-                config.use_cache = False  # A repetition would write to the cache of transformers.
+            switch_cache_off(model)  # A repetition would write to it.
             checkpoint_activations(model, **run.recompute)
         if run.shard is not None:
             run.shard(model, mesh)

@@ -94,7 +94,7 @@ def time_of(run: Run, meter: MemoryMeter, profile: HardwareProfile) -> StepTime:
     )
     for task in tasks:
         if task.link:
-            task.seconds, task.link = 0.0, ""
+            task.seconds, task.link = task.copied_s, ""
     alone = replay(tasks, profile.overlap)
     counted = Counter[str]()
     for each in operators:
@@ -190,7 +190,7 @@ class _Tasks:
             if begun is None:  # Copies of shards, before the next gather.
                 self._copied_s += seconds
             else:  # Copies of sums, after the current reduction.
-                begun.seconds += seconds
+                begun.copy_for(seconds)
         elif not self._on_cpu and event.kind == "take":
             self._take(event.nbytes)
         elif not self._on_cpu and event.kind == "return":
@@ -240,8 +240,7 @@ class _Tasks:
         self._end_segment(event.name)
         lane = "gather" if event.kind == "gather" else "reduce"
         nbytes = event.nbytes + (joined[2] if joined else 0)
-        seconds = self._sent_s(event, nbytes) + self._copied_s
-        self._copied_s = 0.0
+        seconds = self._sent_s(event, nbytes)
         if joined:
             task = joined[1]
             task.name = f"{task.name}, {event.name}"
@@ -251,6 +250,8 @@ class _Tasks:
             before = (begun, self._last.get("host"), *self._taken)
             task = self._add(lane, seconds, before, event.axis or "all")
             self._taken = []
+        task.copy_for(self._copied_s)
+        self._copied_s = 0.0
         self._name, self._joined = name, (event.kind, task, nbytes)
         self._begun = task if event.kind == "reduce_scatter" else None
         self._under_way[lane, event.group].append(task)
@@ -282,8 +283,14 @@ class Task:
     after: Sequence[Task] = ()  # Tasks that must end before it begins.
     name: str = ""
     link: str = ""  # Name of the link on which it sends bytes; empty: it sends none.
+    copied_s: float = 0.0  # Part of its time in which it copies between host and device.
     begin: float = -1.0  # Start in seconds; set by `replay`.
     end: float = -1.0  # Time of the end.
+
+    def copy_for(self, seconds: float) -> None:
+        """Let the task also copy for this time."""
+        self.seconds += seconds
+        self.copied_s += seconds
 
 
 def replay(tasks: Iterable[Task], overlap: float) -> float:

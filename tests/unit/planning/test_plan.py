@@ -24,6 +24,7 @@ from shardkit import (
     RunPlan,
     ShardedTensor,
     StateError,
+    WrapError,
     plan,
 )
 from shardkit.optim import LocalOptimizer
@@ -397,11 +398,22 @@ def test_an_error_of_the_model_names_the_batch() -> None:
     assert note in caught.value.__notes__
 
 
+def test_a_model_whose_shapes_a_forward_tells_is_refused() -> None:
+    with pytest.raises(WrapError, match=r"parameter '0.weight' has no shape yet: LazyLinear"):
+        plan(nn.Sequential(nn.LazyLinear(4)), torch.empty(2, 8), mesh=2)
+
+
 def test_arguments_that_fit_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank must be from 0 to 3"):
         planned(rank=4)
     with pytest.raises(ConfigError, match="accumulate must be 1 micro-batch of a step or more"):
         planned(accumulate=0)
+    with pytest.raises(ConfigError, match=r"accumulate must be an integer, got 2.0"):
+        planned(accumulate=2.0)
+    with pytest.raises(ConfigError, match="or sizes of axes such as \\(2, 8\\), got '2x8'"):
+        planned(mesh="2x8")
+    with pytest.raises(ConfigError, match=r"each number of mesh must be an integer, got 8.0"):
+        planned(mesh=(2, 8.0))
     with pytest.raises(ConfigError, match="optimizer must be one of adamw, adam, sgd, none"):
         planned(optimizer="lion")
     with pytest.raises(ConfigError, match="or a function, got AdamW"):

@@ -132,6 +132,7 @@ def test_what_is_offloaded_is_copied_with_its_own_collectives(
     assert copied_s["gather"] == pytest.approx(4 * gathered / num_shards / 1e9, rel=0.02)
     reduced = DEPTH * block + head
     assert copied_s["reduce"] == pytest.approx(2 * reduced / num_shards / 1e9, rel=0.02)
+    assert time.exposed_s < 1e-3 * time.seconds  # Copies take time, collectives take none.
     if width == WIDTH:  # Blocks travel alone. Sums over replicas are not copied.
         copied = {name: seconds for name, seconds in reduced_s.items() if seconds > 1e-6}
         expected = {f"blocks.{i}": 2 * block / num_shards / 1e9 for i in range(DEPTH)}
