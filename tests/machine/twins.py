@@ -423,19 +423,7 @@ class Twins:
                 out.mean().backward()
             else:
                 (first + second).backward()
-        self.settle_if_fired(way, tap)
-
-    def settle_if_fired(self, way: int, tap: int) -> None:
-        """What waited is brought by a backward that came to a parameter."""
-        params = dict(self.plain.named_parameters())
-        reached = [
-            name
-            for name, param in params.items()
-            if param.requires_grad
-            and (way % 5 != 0 or any(name.startswith(f"blocks.{i}.") for i in range(tap % DEPTH)))
-        ]
-        if reached:
-            self.settle()
+        self.settle()  # Also if the backward came to no parameter.
 
     @keeping
     def two_forwards(self, way: int) -> None:
