@@ -114,12 +114,17 @@ def plain(number: Tensor) -> Tensor:
 
 
 def covers_all(tensor: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a reduction with arguments (dim, keepdim) after the tensor leaves no dim."""
+    """Whether a reduction with arguments (dim, keepdim) after the tensor leaves no dim.
+
+    False also for dims that the tensor does not have, or that come twice: torch raises for the
+    whole tensor.
+    """
     dims = args[0] if args else kwargs.get("dim")
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return True
     dims = [dims] if isinstance(dims, int) else list(dims)
-    return {dim % max(tensor.ndim, 1) for dim in dims} == set(range(max(tensor.ndim, 1)))
+    ndim = max(tensor.ndim, 1)
+    return sorted(dim + ndim if dim < 0 else dim for dim in dims) == list(range(ndim))
 
 
 def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> Handler:
@@ -158,12 +163,15 @@ def reduce_by(op: str, local_reduce: Callable[..., Tensor], *, neutral: int = 0)
         del func
         tensor = args[0]
         piece = tensor.spec.without_padding(tensor.local_piece, neutral)
-        dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
-        local = local_reduce(piece, **dtype)
+        dtype = kwargs.get("dtype", piece.dtype)
+        options = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
+        if dtype.is_floating_point and local_reduce is torch.sum:
+            options = {"dtype": torch.promote_types(dtype, torch.float32)}  # See `mean`.
+        local = local_reduce(piece, **options)
         wire_dtype = torch.uint8 if local.dtype == torch.bool else local.dtype
         value = local.to(wire_dtype, copy=True)
         all_reduce(value, tensor.spec, op)
-        return value.to(local.dtype)
+        return value.to(dtype if options else local.dtype)
 
     return reduction(handler)
 
