@@ -206,6 +206,20 @@ def test_dims_that_are_missing_or_come_twice_are_refused(
     check(2, 3, shape, use)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: torch.linalg.vector_norm(p.long()),
+        lambda p: torch.linalg.vector_norm(p, 3, dtype=torch.float16),
+    ],
+    ids=["of whole numbers", "in a narrow dtype"],
+)
+def test_norms_that_torch_refuses_are_refused_on_all_ranks(use: Callable[[Tensor], Tensor]) -> None:
+    """Also on ranks that have no element to take the norm of."""
+    assert outcome(lambda: use(numbers((1,), 1))) == REFUSED
+    check(2, 1, (1,), use)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_pieces_are_not_rounded_to_narrow_dtypes(dtype: torch.dtype) -> None:
     """A piece's sum may be too large for the dtype, or lose what the others leave of the sum."""

@@ -428,10 +428,13 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    del func
+    tensor, dtype = args[0], kwargs.get("dtype")
+    has_norm = tensor.is_floating_point() or tensor.is_complex()
+    if not has_norm or (dtype and torch.promote_types(tensor.dtype, dtype) != dtype):
+        return whole(func, args, kwargs)  # type: ignore[no-any-return]  # Torch raises the error.
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     order = float(2 if order is None else order)
-    return sharded_norms([args[0]], order, kwargs.get("dtype"))[0]
+    return sharded_norms([tensor], order, dtype)[0]
 
 
 vector_norm = reduction(_vector_norm, dims_at=2, takes_complex=True)
