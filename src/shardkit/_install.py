@@ -214,7 +214,8 @@ def _answer_as_dtensors(installed: Installed) -> None:
 def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``distribute_tensor``: given a sharded tensor's placements, it cuts in the same way.
 
-    Given torch's placements with a sharded tensor's mesh, it makes a DTensor of torch.
+    A tensor that is cut in this way already stays as it is; a DTensor is gathered first. Given
+    torch's placements with a sharded tensor's mesh, it makes a DTensor of torch.
 
     Cost: a broadcast of the tensor on each axis of several ranks of the parameter's mesh, including
     axes of tensor parallelism, unless `src_data_rank` is None or the tensor is on meta.
@@ -233,6 +234,10 @@ def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
             mesh = _torch_mesh(device_mesh)
             return original(tensor, mesh, placements, src_data_rank=src_data_rank)
         spec = _spec_for(flat, "distribute_tensor", tensor, device_mesh, placements)
+        if isinstance(tensor, ShardedTensor) and tensor.spec.same_cut(spec):
+            return tensor
+        if hasattr(tensor, "full_tensor"):  # It is distributed in another way, as a DTensor may be.
+            return cut_whole(tensor.full_tensor(), spec)
         whole = tensor.detach()
         if not whole.is_meta:
             whole = whole.to(spec.mesh.backend.device)

@@ -96,6 +96,31 @@ def test_operators_take_them_beside_sharded_tensors(shape: tuple[int, ...]) -> N
                         torch.testing.assert_close(result.full_tensor(), wanted, msg=name)
 
 
+@pytest.mark.parametrize("shape", MESHES)
+@on_ranks("shape")
+def test_distribute_tensor_takes_what_is_distributed(shape: tuple[int, ...]) -> None:
+    """Loaders fill parameters that a file lacks with ``zeros_like`` of the parameter."""
+    mesh = init_torch_mesh("cpu", shape)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(5, 7)).double()
+    fully_shard(model[1], mesh)
+    fully_shard(model, mesh)
+    first, own, last = (typing.cast("typing.Any", layer.weight).detach() for layer in model)
+    whole = whole_like(own)
+    for param in (first, own, last):
+        param.copy_(whole)
+    with shardkit.install():
+        from torch.distributed.tensor import distribute_tensor
+
+        empty = torch.zeros_like(first)
+        assert distribute_tensor(empty, first.device_mesh, first.placements) is empty
+        copies = DTensor.from_local(whole, own.device_mesh, [Replicate()] * len(shape))
+        rows = distribute_tensor(whole, mesh, [Shard(0)] * len(shape))
+        for given in (own, last, copies, rows, last.view(7, 5, 1).squeeze(-1)):
+            made = distribute_tensor(given, first.device_mesh, first.placements)
+            assert type(made) is ShardedTensor
+            assert torch.equal(made.to_local(), first.spec.slice_full(whole))
+
+
 @on_ranks(3)
 def test_gradients_come_back_to_the_dtensor() -> None:
     weight: typing.Any = sharded((3,), is_of_torch=True)[0].weight

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import PARAMETER_SHAPES
@@ -310,6 +311,35 @@ def test_unshard_and_reshard_by_hand() -> None:
         sharded.unshard()
         assert torch.equal(sharded.matrix, plain.matrix)
         sharded.reshard()
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
+    "all_reduce": dist.all_reduce,
+    "all_reduce, async": partial(dist.all_reduce, async_op=True),
+    "broadcast": partial(dist.broadcast, src=0),
+    "reduce": partial(dist.reduce, dst=0),
+    "recv": partial(dist.recv, src=0),
+    "reduce_scatter": lambda t: dist.reduce_scatter(t, [torch.ones(t.shape, dtype=t.dtype)] * 2),
+}
+
+
+@on_ranks(2)
+def test_collectives_of_users_do_not_write_into_sharded_tensors() -> None:
+    """They would write into copies, as each rank has a piece."""
+    plain, sharded = whole_and_sharded((2,))
+    weight = sharded.matrix.detach()
+    for name, write in COLLECTIVES.items():
+        for target in (weight, sharded.matrix.data, weight[0], weight.t()):
+            with pytest.raises(ShardedTensorError, match="a collective writes tensors in place"):
+                write(target)
+        assert torch.equal(weight.full_tensor(), plain.matrix), name
+    wholes = [torch.empty_like(plain.matrix) for _ in range(2)]
+    dist.all_gather(wholes, weight)
+    assert all(torch.equal(whole, plain.matrix) for whole in wholes)
+    double = plain.matrix.detach().clone()
+    dist.all_reduce(double)
+    weight.copy_(double)
+    assert torch.equal(weight.full_tensor(), 2 * plain.matrix)
 
 
 @on_ranks(2)

@@ -194,6 +194,39 @@ def test_reductions_over_some_dims(
     check(world_size, first, shape, lambda p: REDUCTIONS[name](p, dim=dim, keepdim=keepdim))
 
 
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize(("shape", "dim"), [((3,), (1,)), ((3, 2), (0, 3)), ((3, 2), (0, 1, -1))])
+def test_dims_that_are_missing_or_come_twice_are_refused(
+    name: str, shape: tuple[int, ...], dim: tuple[int, ...]
+) -> None:
+    def use(p: Tensor) -> typing.Any:
+        return REDUCTIONS[name](p, dim=dim, keepdim=False)
+
+    assert outcome(lambda: use(numbers(shape, 1))) == REFUSED
+    check(2, 3, shape, use)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: torch.linalg.vector_norm(p.long()),
+        lambda p: torch.linalg.vector_norm(p, 3, dtype=torch.float16),
+    ],
+    ids=["of whole numbers", "in a narrow dtype"],
+)
+def test_norms_that_torch_refuses_are_refused_on_all_ranks(use: Callable[[Tensor], Tensor]) -> None:
+    """Also on ranks that have no element to take the norm of."""
+    assert outcome(lambda: use(numbers((1,), 1))) == REFUSED
+    check(2, 1, (1,), use)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_pieces_are_not_rounded_to_narrow_dtypes(dtype: torch.dtype) -> None:
+    """A piece's sum may be too large for the dtype, or lose what the others leave of the sum."""
+    whole = torch.tensor([60000.0, 60000.0, 1000.0, 1.5, -60000.0, -60000.0, -1000.0, -0.5])
+    check(2, 0, (8,), lambda p: [p.sum(), p.sum(0, keepdim=True)], whole.to(dtype))
+
+
 @pytest.mark.parametrize("name", WHOLES)
 @settings(max_examples=20)
 @given(world_size=world_sizes, first=first_numels, shape=shapes)

@@ -285,12 +285,19 @@ def is_composite_op(func: Any) -> bool:
     return bool(func._can_decompose())
 
 
+def is_collective(func: Any) -> bool:
+    """Whether an operator is a collective of ``torch.distributed``, such as ``all_reduce``."""
+    return bool(func.namespace == "c10d")
+
+
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, ...], tuple[str, ...]]:
     """Return the arguments that an operator changes, and those that it only fills.
 
     They are given by position, and keyword-only arguments by name (``out=``).
     """
+    if is_collective(func):  # Their schemas do not tell.
+        return ((0,) if func.name().endswith("_") else ()), ()
     changed: list[int | str] = []
     filled: list[str] = []
     for position, argument in enumerate(func._schema.arguments):

@@ -114,12 +114,17 @@ def plain(number: Tensor) -> Tensor:
 
 
 def covers_all(tensor: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a reduction with arguments (dim, keepdim) after the tensor leaves no dim."""
+    """Whether a reduction with arguments (dim, keepdim) after the tensor leaves no dim.
+
+    False also for dims that the tensor does not have, or that come twice: torch raises for the
+    whole tensor.
+    """
     dims = args[0] if args else kwargs.get("dim")
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return True
     dims = [dims] if isinstance(dims, int) else list(dims)
-    return {dim % max(tensor.ndim, 1) for dim in dims} == set(range(max(tensor.ndim, 1)))
+    ndim = max(tensor.ndim, 1)
+    return sorted(dim + ndim if dim < 0 else dim for dim in dims) == list(range(ndim))
 
 
 def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> Handler:
@@ -158,12 +163,15 @@ def reduce_by(op: str, local_reduce: Callable[..., Tensor], *, neutral: int = 0)
         del func
         tensor = args[0]
         piece = tensor.spec.without_padding(tensor.local_piece, neutral)
-        dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
-        local = local_reduce(piece, **dtype)
+        dtype = kwargs.get("dtype", piece.dtype)
+        options = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
+        if dtype.is_floating_point and local_reduce is torch.sum:
+            options = {"dtype": torch.promote_types(dtype, torch.float32)}  # See `mean`.
+        local = local_reduce(piece, **options)
         wire_dtype = torch.uint8 if local.dtype == torch.bool else local.dtype
         value = local.to(wire_dtype, copy=True)
         all_reduce(value, tensor.spec, op)
-        return value.to(local.dtype)
+        return value.to(dtype if options else local.dtype)
 
     return reduction(handler)
 
@@ -420,10 +428,13 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    del func
+    tensor, dtype = args[0], kwargs.get("dtype")
+    has_norm = tensor.is_floating_point() or tensor.is_complex()
+    if not has_norm or (dtype and torch.promote_types(tensor.dtype, dtype) != dtype):
+        return whole(func, args, kwargs)  # type: ignore[no-any-return]  # Torch raises the error.
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     order = float(2 if order is None else order)
-    return sharded_norms([args[0]], order, kwargs.get("dtype"))[0]
+    return sharded_norms([tensor], order, dtype)[0]
 
 
 vector_norm = reduction(_vector_norm, dims_at=2, takes_complex=True)

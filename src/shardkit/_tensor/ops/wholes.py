@@ -332,8 +332,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     changed = list(iter_tensors([argument(args, kwargs, key) for key in in_place], depth=0))
     filled = list(iter_tensors([kwargs.get(key) for key in by_name], depth=0))
     written = [t for t in (*changed, *filled) if _is_sharded(t)]
-    for target in written:
-        check_in_place(func, target, args, kwargs)
+    _check_writes(func, written, args, kwargs)
     for target in filled:
         if _is_sharded(target):
             outs[id(target)] = torch.empty(target.shape, dtype=target.dtype, device=target.device)
@@ -368,6 +367,19 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         store(func, target, values)
         originals[id(values)] = target
     return map_tensors(lambda t: originals.get(id(t), t), followed(result, args, kwargs))
+
+
+def _check_writes(func: Any, written: Sequence[Tensor], args: Any, kwargs: Any) -> None:
+    """Refuse writes into sharded tensors that gradients do not follow, or of a collective."""
+    if written and torch_tensors.is_collective(func):
+        why = (
+            "a collective writes tensors in place, and this rank has a piece of it. Gradients are "
+            "averaged over the ranks already. Otherwise call the collective on "
+            "to_local().clone(), or on full_tensor(), and take the result over by copy_()."
+        )
+        raise refuse(func, _base(written[0]), why)
+    for target in written:
+        check_in_place(func, target, args, kwargs)
 
 
 def _fill(filled: list[Tensor], results: tuple[Tensor, ...], outs: dict[int, Tensor]) -> Any:

@@ -35,7 +35,8 @@ _SAME_ORDER = (
 )
 _ALL_WRITE = (
     "Parameters were written to on some ranks, and not on others. Each rank writes its own pieces: "
-    "load, reset and update on all ranks, an average of weights (EMA) as well."
+    "load, reset and update on all ranks, an average of weights (EMA) as well. Code that leaves "
+    "out empty pieces has to call reshard() on the model afterwards."
 )
 _ALL_CALL = (
     "What communicates must be called on all ranks: forward (of a list of modules that is one "
