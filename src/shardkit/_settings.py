@@ -365,6 +365,12 @@ class GroupSettings:
         comm = replace(self.comm, all_reduce=None)
         return replace(self, next_in_forward=None, next_in_backward=None, comm=comm)
 
+    def stop_prefetching(self, gone: Sequence[Any]) -> None:
+        """Leave out groups whose modules were taken out of the model."""
+        for name in ("next_in_forward", "next_in_backward"):
+            if (chosen := getattr(self, name)) is not None:
+                setattr(self, name, [group for group in chosen if group not in gone])
+
 
 @dataclass(slots=True)
 class RootSettings:

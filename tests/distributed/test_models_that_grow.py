@@ -232,6 +232,9 @@ def test_a_new_head_may_be_prefetched() -> None:
     model.set_modules_to_backward_prefetch([model.head])
     model(ids_of(0, 1)).sum().backward()
     assert model.head.weight.grad is not None
+    model.head = fully_shard(nn.Linear(6, 3), mesh)  # What is taken out is prefetched no more.
+    model(ids_of(0, 2)).sum().backward()
+    assert model.head.weight.grad is not None
 
 
 # --- adapters -------------------------------------------------------------------------------------

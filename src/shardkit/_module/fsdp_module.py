@@ -305,7 +305,8 @@ class FSDPModule(_Base):
         """Choose what is gathered when this module's forward begins.
 
         The default is the module that came next in the last forward. All of `modules` are gathered,
-        so a list of n takes the memory of n + 1 modules. An empty list prefetches nothing.
+        so a list of n takes the memory of n + 1 modules. An empty list prefetches nothing. A module
+        that is taken out of the model later is left out.
 
         Raises:
             StateError: A module is not sharded (raised here), or is part of another root (raised

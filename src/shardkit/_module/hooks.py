@@ -163,11 +163,7 @@ class ModuleState:
         if before is not None:
             runtime.optimizer_event = before.optimizer_event
             before.optimizer_event = None
-            gone = [g.modules for g in before.groups if g not in groups]
-            for module in _modules_in(itertools.chain.from_iterable(gone)):
-                left = get_state(module)
-                if left is not None and left.runtime is before:
-                    left.runtime = None  # The module is a root of its own if it runs again.
+            _let_go(before, groups)
         for group in filter(groups.__contains__, entered):
             runtime.reductions.order.enter_forward(group.index)
         if self.runtime is None and groups[0].mesh.is_first_rank:
@@ -539,6 +535,17 @@ def _children_with_groups(
     for root in roots:
         look(root)
     return found
+
+
+def _let_go(before: Runtime, groups: Sequence[ParamGroup]) -> None:
+    """Let go of the groups of a runtime that are not among these, those of its successor."""
+    gone = [group for group in before.groups if group not in groups]
+    for group in groups:
+        group.settings.stop_prefetching(gone)
+    for module in _modules_in(itertools.chain.from_iterable(group.modules for group in gone)):
+        left = get_state(module)
+        if left is not None and left.runtime is before:
+            left.runtime = None  # The module is a root of its own if it runs again.
 
 
 def _modules_in(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
