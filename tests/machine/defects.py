@@ -114,11 +114,11 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(flat_store.SendBuffer, "write", of="a second gradient replaces the first one")
+@exchange(flat_store.SendBuffer, "write_all", of="a second gradient replaces the first one")
 def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, index: int, *args: object) -> None:
-        self.written.discard(index)
-        old(self, index, *args)
+    def new(self: typing.Any, grads: dict[int, object], *args: object) -> None:
+        self.written.difference_update(grads)
+        old(self, grads, *args)
 
     return new
 
