@@ -30,6 +30,7 @@ from reference import (
 )
 from shardkit import (
     FSDPModule,
+    ShardedTensor,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -413,6 +414,36 @@ def test_a_layer_runs_alone_before_its_root_and_after() -> None:
 
 class BoomError(Exception):
     """Raised in the middle of a step."""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_forward_of_a_layer_may_wait_while_its_root_begins(spawn: Spawn, first: int) -> None:
+    spawn(train_layer_then_root, 2, first)
+
+
+def train_layer_then_root(first: int) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    for module in (*model, model):
+        fully_shard(module, make_mesh((2,)))
+    for each in (model, plain):
+        losses = [each[1](x).sum(), each(x).square().sum()]
+        losses[first].backward()
+        losses[1 - first].backward()
+    differences = Differences()
+    differences.note_grads(model, plain)
+    assert_within([differences], grad=TOLERANCE)
+
+
+@on_ranks(2)
+def test_an_optimizer_made_after_a_layer_ran_alone_has_sharded_parameters() -> None:
+    """The layer ran as a root, which keeps its parameters for a backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, make_mesh((2,)))
+    model[0](torch.ones(1, 4))
+    assert all(isinstance(param, ShardedTensor) for param in model.parameters())
 
 
 def boom(*_: typing.Any) -> None:

@@ -237,6 +237,35 @@ def test_a_new_head_may_be_prefetched() -> None:
     assert model.head.weight.grad is not None
 
 
+class Stack(nn.Module):
+    """Layers, of which a forward may use the first few only, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, num: int = 3) -> Tensor:
+        for layer in self.layers[:num]:
+            x = layer(x)
+        return self.head(x)
+
+
+@on_ranks(2)
+def test_a_part_that_ran_alone_belongs_to_a_model_that_has_grown_since() -> None:
+    """A forward of the part alone must not make it a root again, amid what the model keeps."""
+    mesh, x = make_mesh((2,)), torch.ones(1, 4)
+    model = Stack()
+    for module in (*model.layers, model.head, model):
+        fully_shard(module, mesh, reshard_after_forward=False)
+    alone = model.layers[0](x).detach()
+    model.head = fully_shard(nn.Linear(4, 2), mesh, reshard_after_forward=False)
+    waiting = model(x, num=2)
+    assert torch.equal(model.layers[0](x), alone)
+    assert torch.equal(model(x, num=2), waiting)
+    assert model(x).shape == (1, 2)
+
+
 # --- adapters -------------------------------------------------------------------------------------
 
 

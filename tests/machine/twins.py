@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import io
 import logging
+import math
 import pathlib
 import shutil
 import tempfile
@@ -21,12 +23,19 @@ import torch
 import torch.distributed as dist
 from defects import put_in
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as recompute
 
 from shardkit import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
+    Replicate,
     checkpoint,
     fully_shard,
     init_device_mesh,
@@ -39,14 +48,17 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 WIDTH, DEPTH, ROWS = 6, 3, 4
-TOLERANCE = 1e-9
-"""Of the largest element. In fp64; sums come in another order, and errors grow by training."""
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
+"""Of the largest element. Sums come in another order, and errors grow by training."""
 ACTIONS: dict[str, int] = {}
 """Names of actions, and how many numbers each takes."""
 KEEPING: set[str] = set()
 """Names of actions after which an output from before may still go backward."""
-LAYOUTS = ("layers", "one group", "list", "kept", "offloaded", "parts")
-"""Ways to shard."""
+LAYOUTS = (
+    *("layers", "one group", "list", "kept", "offloaded", "parts"),
+    *("tied", "replicated", "two dtypes", "cast", "reduced"),
+)
+"""Ways to shard. In the last three some numbers are computed in fp32."""
 
 
 def action(method: Callable[..., None]) -> Callable[..., None]:
@@ -85,32 +97,47 @@ class Block(nn.Module):
         self.writes = False
         self.raises = ""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.linear.weight.dtype
+
     def forward(self, x: Tensor) -> Tensor:
         if self.writes:
             with torch.no_grad():
                 self.linear.weight.clamp_(-0.3, 0.3)
         if self.raises == "forward":
             raise ArithmeticError
-        out = self.linear(x)
+        out = self.linear(x.to(self.dtype)).to(x.dtype)
         if self.raises == "backward":
             out = Raise.apply(out)
         return x + (torch.tanh(out) if self.training else 0.5 * out)
 
 
 class Net(nn.Module):
-    """Blocks, of which a forward may use the first few, a scale, and a head to be exchanged."""
+    """Blocks, of which a forward may use the first few, a scale, and a head to be exchanged.
 
-    def __init__(self) -> None:
+    Args:
+        layout: One of `LAYOUTS`.
+    """
+
+    def __init__(self, layout: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.order = [*range(DEPTH)]  # In which the blocks run.
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.head: nn.Module = nn.Identity()
         self.register_buffer("seen", torch.zeros(()))
+        self.double()
+        if layout == "two dtypes":
+            self.blocks[1].float()
+        elif layout == "tied":
+            self.blocks[2].linear.weight = self.blocks[0].linear.weight
 
     def forward(self, x: Tensor, depth: int = DEPTH, tap: int = 0) -> tuple[Tensor, Tensor]:
         """Return the result, and what came before block `tap`."""
         inner = x
-        for i, block in enumerate(self.blocks[:depth]):
+        for i, place in enumerate(self.order[:depth]):
+            block = self.blocks[place]
             if i == tap:
                 inner = x
             x = recompute(block, x, use_reentrant=False) if block.is_recomputed else block(x)
@@ -148,7 +175,7 @@ class Twins:
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         self.layout = layout
         torch.manual_seed(0)
-        self.plain = Net().double()
+        self.plain = Net(layout)
         self.sharded = self.shard(copy.deepcopy(self.plain))
         self.make = OPTIMIZERS[0]
         self.num_batches = 0
@@ -173,12 +200,22 @@ class Twins:
             options["reshard_after_forward"] = 2
         elif self.layout == "offloaded":
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        elif self.layout == "replicated":
+            options["shard_placement_fn"] = lambda p: Replicate() if p.ndim == 1 else None
+        elif self.layout == "cast":
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
+            )
+        elif self.layout == "reduced":
+            options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         return options
 
     def shard(self, model: typing.Any) -> typing.Any:
         blocks = [] if self.layout == "one group" else list(model.blocks)
         if self.layout == "list":
             blocks = [blocks[:2], blocks[2]]
+        elif self.layout == "tied":
+            blocks = [[blocks[0], blocks[2]], blocks[1]]
         for block in blocks:
             fully_shard(block, **self.options)
         if not isinstance(model.head, nn.Identity):
@@ -289,8 +326,19 @@ class Twins:
         return raised[0]
 
     def assert_equal(self, ours: Tensor, theirs: Tensor, what: str = "value") -> None:
-        text = difference(ours, theirs)
+        text = self.difference(ours, theirs)
         assert text is None, f"{what}: {text}"
+
+    def difference(self, ours: Tensor, theirs: Tensor) -> str | None:
+        """Say how far tensors are apart, if they are."""
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"{ours.dtype} of shape {tuple(ours.shape)}, not {tuple(theirs.shape)}"
+        apart = (ours - theirs).abs().max().item()
+        scale = theirs.abs().max().item()
+        tolerance = TOLERANCES[torch.float32 if self.layout in LAYOUTS[-3:] else ours.dtype]
+        if apart <= tolerance * (scale + 1e-3):
+            return None
+        return f"differs by {apart:.1e} of {scale:.1e}"
 
     def mean(self, own: Tensor) -> Tensor:
         """Return the average over the ranks."""
@@ -368,6 +416,17 @@ class Twins:
             (optimizer if way % 2 else net).zero_grad(set_to_none=way % 4 < 2)
 
     @keeping
+    def set_gradient(self, which: int, way: int) -> None:
+        """Give a parameter a gradient by hand, change the one that is there, or drop it."""
+        for param in self.params(self.names(which, trainable=True) or self.names(which) or ""):
+            if way % 3 == 0:
+                param.grad = param.detach() * 0.1
+            elif way % 3 == 1:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.mul_(0.5)
+
+    @keeping
     def clip(self, way: int) -> None:
         if way % 2:
             norm = nn.utils.clip_grad_norm_(self.sharded.parameters(), 0.5)
@@ -394,6 +453,14 @@ class Twins:
         for net in self.both:
             module = net.blocks[block % DEPTH]
             module.train(not module.training)
+
+    @action
+    def set_order(self, first: int, way: int) -> None:
+        """Run the blocks in another order from now on."""
+        order = [*self.plain.order]
+        order.insert(way % DEPTH, order.pop(first % DEPTH))
+        for net in self.both:
+            net.order = order
 
     @action
     def set_recompute(self, block: int) -> None:
@@ -424,6 +491,42 @@ class Twins:
             else:
                 (first + second).backward()
         self.settle()  # Also if the backward came to no parameter.
+
+    @keeping
+    def use_alone(self, which: int, way: int) -> None:
+        """Run one block, outside of the model's forward, and perhaps go backward."""
+        blocks = [net.blocks[which % DEPTH] for net in self.both]
+        if not isinstance(blocks[1], FSDPModule):
+            return  # The model's own group is not gathered.
+        losses = [block(x).square().mean() for block, x in zip(blocks, self.draw(), strict=True)]
+        self.assert_equal(self.mean(losses[1]), losses[0].detach(), "loss")
+        self.is_open = True
+        if way % 2:
+            self.backward(losses)
+
+    @keeping
+    def sync_some(self, which: int) -> None:
+        """Let the gradients of one module wait, while those of the others are averaged."""
+        if self.mesh.size() == 1 or self.pending:
+            return
+        module = self.units()[which % len(self.units())]
+        group = state_of(module).group
+        params = [param for bucket in group.buckets for param in bucket.sharded] if group else []
+        own = [name for name, param in self.objects.items() if any(param is p for p in params)]
+        module.set_requires_gradient_sync(False, recurse=False)
+        losses = self.losses()
+        if losses[0].requires_grad:
+            before = {name: self.plain.get_parameter(name).grad for name in own}
+            for name in own:
+                self.plain.get_parameter(name).grad = None
+            for loss in losses:
+                loss.backward()
+            for name in own:
+                param = self.plain.get_parameter(name)
+                if param.grad is not None:
+                    self.pending[name] = param.grad
+                param.grad = before[name]
+        module.set_requires_gradient_sync(True, recurse=False)
 
     @keeping
     def two_forwards(self, way: int) -> None:
@@ -598,10 +701,36 @@ class Twins:
                 if grad is None:  # Torch's, behind a module's hook for outputs that nobody uses.
                     return None
                 calls.append(name)
-                return (grad * mask, grad * 0.5, None)[way % 3]
+                return (grad * mask.to(grad), grad * 0.5, None)[way % 3]
 
             handles.append(param.register_hook(hook))
         self.handles.append(tuple(handles))
+
+    @action
+    def step_in_backward(self, which: int, way: int) -> None:
+        """Update a parameter by its own hook as soon as its gradient has been added up."""
+        name = self.names(which, trainable=True)
+        if name is None or self.pending:
+            return
+        calls: tuple[list[str], list[str]] = ([], [])
+        handles = []
+        for param, own in zip(self.params(name), calls, strict=True):
+
+            def update(param: typing.Any, own: list[str] = own) -> None:
+                own.append(name)
+                if way % 3 == 0:
+                    param.grad.mul_(0.5)
+                    return
+                with torch.no_grad():
+                    param.sub_(param.grad, alpha=0.01)
+                if way % 3 == 1:
+                    param.grad = None
+
+            handles.append(param.register_post_accumulate_grad_hook(update))
+        self.backward(self.losses(way % DEPTH + 1))
+        for handle in handles:
+            handle.remove()
+        assert calls[0] == calls[1], f"calls of hooks: {calls[1]}, not {calls[0]}"
 
     @keeping
     def hook_module(self, which: int, way: int) -> None:
@@ -670,8 +799,34 @@ class Twins:
             self.evaluate(0)
 
     @action
+    def convert(self, way: int) -> None:
+        """Convert to fp32, perhaps evaluate or train a step, and convert back."""
+        if self.layout == "two dtypes" or self.pending:
+            return  # Gradients that wait would be lost, which is refused.
+        for net in self.both:
+            net.float()
+        if way % 3:
+            self.single_step(train=way % 3 == 1)
+        for net in self.both:
+            net.double()
+
+    def single_step(self, *, train: bool) -> None:
+        """Compute in fp32, and perhaps update parameters by what is exact in it."""
+        inputs = [x.float() for x in self.draw()]
+        with torch.set_grad_enabled(train):
+            losses = [net(x)[0].square().mean() for net, x in zip(self.both, inputs, strict=True)]
+        mean = self.mean(losses[1].double())
+        assert math.isclose(mean.item(), losses[0].item(), rel_tol=1e-3), "losses in fp32"
+        if train:
+            self.backward(losses)
+            for net in self.both:
+                net.zero_grad()
+
+    @action
     def write_in_forward(self, block: int) -> None:
         """Clamp a weight in its layer's forward."""
+        if self.layout == "tied" and block % DEPTH != 1:
+            return  # Torch refuses a backward by values from before the write.
         for net, x in zip(self.both, self.draw(), strict=True):
             module = net.blocks[block % DEPTH]
             was_recomputed, module.is_recomputed = module.is_recomputed, False
@@ -696,7 +851,8 @@ class Twins:
             for key, param in inside.named_parameters(recurse=False):
                 if id(inside) in own and not hasattr(param, "full_tensor"):
                     other = self.plain.get_submodule(name).get_parameter(key)
-                    self.assert_equal(param.detach().clone(), other.detach(), f"{name}.{key}")
+                    value = param.detach().to(other.dtype, copy=True)
+                    self.assert_equal(value, other.detach(), f"{name}.{key}")
                     if way % 2:
                         with torch.no_grad():
                             param.mul_(0.95)
@@ -738,6 +894,55 @@ class Twins:
         self.replace(plain, sharded, with_grads=True)
 
     @action
+    def pickle(self) -> None:
+        """Go on with models from a file of whole objects."""
+        if any(v for m in self.plain.modules() for k, v in vars(m).items() if k.endswith("_hooks")):
+            return  # Functions inside of functions cannot be pickled.
+        news = []
+        for net in self.both:
+            file = io.BytesIO()
+            torch.save(net, file)
+            file.seek(0)
+            news.append(torch.load(file, weights_only=False))
+        self.replace(*news, with_grads=True)
+
+    @action
+    def torch_state_dicts(self, way: int) -> None:
+        """Take and set state by torch's functions."""
+        optimizer = self.optimizers[1]
+        if self.has_strangers or any(p not in optimizer.state for p in self.objects.values()):
+            return  # Torch refuses state of some parameters only.
+        options = [
+            StateDictOptions(),
+            StateDictOptions(cpu_offload=True),
+            StateDictOptions(full_state_dict=True),
+            StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
+        ][way % 4]
+        model, state = get_state_dict(self.sharded, optimizer, options=options)
+        set_state_dict(
+            self.sharded,
+            optimizer,
+            model_state_dict=model,
+            optim_state_dict=state,
+            options=options,
+        )
+
+    @action
+    def full_file(self, way: int) -> None:
+        """Write whole tensors to a file, spoil the values, and read them again."""
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folder)
+        path = pathlib.Path(folder[0], "x")
+        checkpoint.save_full(path, self.sharded, format=("torch", "safetensors")[way % 2])
+        with torch.no_grad():
+            for param in self.objects.values():
+                param.zero_()
+        checkpoint.load_full(path, self.sharded)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
+
+    @action
     def checkpoint(self, num: int) -> None:
         """Save after a step, go on with objects that have loaded it, and train another one."""
         self.step(num, 0)
@@ -762,10 +967,11 @@ class Twins:
 
     def like(self, old: typing.Any) -> typing.Any:
         """Make a plain model anew, as its script would: with the same head, frozen alike."""
-        new: typing.Any = Net()
+        new: typing.Any = Net(self.layout)
         if not isinstance(old.head, nn.Identity):
             new.head = nn.Linear(WIDTH, old.head.out_features)
-        new.double()
+            new.head.double()
+        new.order = old.order
         for name, param in old.named_parameters():
             new.get_parameter(name).requires_grad_(param.requires_grad)
         for ours, theirs in zip(new.modules(), old.modules(), strict=True):
@@ -869,7 +1075,7 @@ class Twins:
 
     def problem_of(self, ours: typing.Any, theirs: nn.Parameter) -> str | None:
         """Compare a parameter. All ranks gather the same, whatever they find."""
-        text = difference(ours.detach().full_tensor(), theirs.detach())
+        text = self.difference(ours.detach().full_tensor(), theirs.detach())
         if text is not None:
             return f": {text}"
         if ours.requires_grad != theirs.requires_grad:
@@ -878,7 +1084,7 @@ class Twins:
             return f".grad is {'' if ours.grad is None else 'not '}None"
         if theirs.grad is None:
             return None
-        text = difference(ours.grad.full_tensor(), theirs.grad)
+        text = self.difference(ours.grad.full_tensor(), theirs.grad)
         return text and f".grad: {text}"
 
     def problem_of_memory(self) -> str | None:
@@ -954,15 +1160,6 @@ def told() -> Iterator[list[str]]:
         texts += [text for text in warned if "Full backward hook is firing" not in text]  # Torch's.
     finally:
         logger.removeHandler(handler)
-
-
-def difference(ours: Tensor, theirs: Tensor) -> str | None:
-    """Say how far tensors are apart, if they are."""
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return f"{ours.dtype} of shape {tuple(ours.shape)}, not {tuple(theirs.shape)}"
-    apart = (ours - theirs).abs().max().item()
-    scale = theirs.abs().max().item()
-    return None if apart <= TOLERANCE * (scale + 1e-3) else f"differs by {apart:.1e} of {scale:.1e}"
 
 
 def perform(

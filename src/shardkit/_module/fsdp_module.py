@@ -233,13 +233,14 @@ class FSDPModule(_Base):
         also after an exception in a step, and between forward and backward of groups that keep
         their unsharded parameters. A thread that does not train gets them at any time.
         """
-        runtime = state_of(self).runtime
+        runtime = state_of(self).runtime  # None: at most modules inside have run, as roots.
         if runtime is not None:
             runtime.tidy_up()
         module: Any = self
         named = own_class(self).named_parameters(module, *args, **kwargs)
-        if runtime is None or (
-            (runtime.pass_root is not None or runtime.backward.is_running)
+        if (
+            runtime is not None
+            and (runtime.pass_root is not None or runtime.backward.is_running)
             and not runtime.is_of_other_thread
         ):
             return named

@@ -170,6 +170,7 @@ class ModuleState:
             _log_groups(self.module, groups)
         for state in states:
             state.runtime = runtime
+            state._num_known = 0  # noqa: SLF001 - a root inside of this one is none any more
         self._note_groups(roots, is_settled=not awaited)
         return runtime
 
