@@ -912,6 +912,8 @@ class Twins:
         optimizer = self.optimizers[1]
         if self.has_strangers or any(p not in optimizer.state for p in self.objects.values()):
             return  # Torch refuses state of some parameters only.
+        if self.is_open:
+            return  # Torch looks past `parameters()`, and finds what the backward needs.
         options = [
             StateDictOptions(),
             StateDictOptions(cpu_offload=True),
