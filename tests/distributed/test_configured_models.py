@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pathlib
 import typing
+import weakref
 
 import pytest
 import torch
@@ -537,3 +538,34 @@ def refused(policy: str) -> list[object]:
 
 def test_a_model_that_is_refused_keeps_its_values(spawn: Spawn) -> None:
     spawn(refused, 2, "NoSuchBlock")
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+@on_ranks(2)
+def test_recurrent_layers_and_attributes_of_parameters_are_as_without_rank_0s_values() -> None:
+    torch.manual_seed(0)
+    plain = Recurrent()
+    torch.manual_seed(dist.get_rank())
+    model = Recurrent()
+    model.rnn.weight_hh_l0.decay = 0.5
+    config = from_config(fsdp(2, transformer_layer_cls_to_wrap="LSTM"))
+    kept = weakref.ref(model.head.weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(shardkit.WrapError, match=r"'head.weight' cannot be sharded in place"):
+        config.apply(model)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(map(weakref.getweakrefs, model.rnn.parameters()))  # As torch leaves them.
+    del kept
+    config.apply(model)
+    assert model.rnn.weight_hh_l0.decay == 0.5
+    x = torch.ones(2, 3, 4)
+    torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
