@@ -464,6 +464,9 @@ class CapturedStep(Generic[P, R]):
         states = [s for m in self._models for each in m.modules() if (s := get_state(each))]
         runtimes = dict.fromkeys(s.runtime for s in states if s.runtime is not None)
         self._runtimes = list(runtimes)
+        if not runtimes:
+            why = "its first calls ran none of the models that capture got"
+            raise _cannot(self._name, "captured", why, "Pass the models that it trains.")
         roots = [s for s in states if s.runtime is not None and s.runtime.settings is s.settings]
         groups = [group for runtime in self._runtimes for group in runtime.groups]
         _refuse(self._name, groups)
