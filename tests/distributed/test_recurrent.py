@@ -111,6 +111,27 @@ def test_recurrent_layers_train_as_plain_ones(spawn: Spawn, kind: str) -> None:
     assert_each_within(found, **TRAINED)
 
 
+@pytest.mark.parametrize("where", GROUPS)
+@on_ranks(2)
+def test_functional_call_computes_with_the_given_weights(where: str) -> None:
+    """Whether modules show unsharded parameters before, or not, and only some are given."""
+    torch.manual_seed(0)
+    plain, other = (Recurrent("lstm", packed=False) for _ in range(2))
+    case = Case(lambda: plain, GROUPS[where], sequence_batch, squared_error)
+    model = shard(case, copy.deepcopy(plain))
+    x, _ = sequence_batch(torch.Generator().manual_seed(0))
+    given = {name: param.detach() for name, param in other.named_parameters()}
+    some = {name: value for name, value in given.items() if "weight_hh" in name}
+    partly = copy.deepcopy(plain)
+    partly.load_state_dict(some, strict=False)
+    for show in (lambda: None, model.unshard, lambda: model(x)):
+        for values, expected in ((given, other), (some, partly)):
+            show()
+            found = torch.func.functional_call(model, values, (x,))
+            torch.testing.assert_close(found, expected(x), rtol=0, atol=1e-6)
+            torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-6)
+
+
 class RecurrentRoot(nn.LSTM):
     """An LSTM that is the root itself, with a packed sequence as input and as output."""
 

@@ -35,6 +35,16 @@ def is_called_by_ddp(frame: types.FrameType | None) -> bool:
     )
 
 
+def rnn_take_weight(module: torch.nn.RNNBase, name: str) -> None:
+    """Let an RNN compute with the tensor that it holds by a name; it has a list of its weights.
+
+    `setattr` does this for parameters, but not for other tensors, which `functional_call` gives.
+    """
+    if name in module._flat_weights_names:  # A subclass may have others.
+        index = module._flat_weights_names.index(name)
+        module._flat_weights[index] = module._parameters[name]
+
+
 def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
     """Drop the weak references that an RNN keeps to its weights; `swap_tensors` refuses them.
 
