@@ -25,6 +25,7 @@ from shardkit import (
     fully_shard,
     init_device_mesh,
 )
+from shardkit._compat.torch_tensors import HAS_GRAD_DTYPE
 from shardkit._module.activation_checkpoint import CheckpointedForward
 from workers import on_ranks
 from wrapped_models import FeedForward, Stack
@@ -565,7 +566,12 @@ def test_recurrent_layers_and_attributes_of_parameters_are_as_without_rank_0s_va
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert all(map(weakref.getweakrefs, model.rnn.parameters()))  # As torch leaves them.
     del kept
+    if HAS_GRAD_DTYPE:
+        model.head.bias.grad_dtype = torch.float64
     config.apply(model)
     assert model.rnn.weight_hh_l0.decay == 0.5
     x = torch.ones(2, 3, 4)
-    torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
+    out = model(x)
+    torch.testing.assert_close(out, plain(x), rtol=0, atol=0)
+    out.sum().backward()
+    assert model.head.bias.grad.dtype == (torch.float64 if HAS_GRAD_DTYPE else torch.float32)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from shardkit._compat import torch_modules
+from shardkit._compat import torch_modules, torch_tensors
 from shardkit._errors import CheckpointError, ConfigError, MeshError
 from shardkit._mesh import SHARD_AXIS
 from shardkit._module.activation_checkpoint import checkpoint_module
@@ -259,6 +259,7 @@ class Values:
                 if not param.is_meta and param not in ignored:
                     on_meta = torch.empty_like(param, device="meta")
                     values = nn.Parameter(on_meta, requires_grad=param.requires_grad)
+                    torch_tensors.keep_grad_dtype(values, like=param)
                     swap_tensors(param, values, name)
                     param.__dict__.update(values.__dict__)
                     self.taken.append((name, param, values))
