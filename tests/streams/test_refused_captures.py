@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import re
+import types
 import typing
 
 import pytest
@@ -242,6 +243,10 @@ BODIES: dict[str, tuple[Callable[[Training], object], str]] = {
     ),
     "added": (add_to_gradients, r"has a gradient, to which <lambda> would add"),
     "not run": (leave_out_the_model, r"<lambda> cannot be captured: its first calls ran none of"),
+    "result": (
+        lambda t: take(t, lambda t: types.SimpleNamespace(bias=t.model.head.bias)),
+        r"the result of step is an object with tensors in it.* in lists, tuples, dicts",
+    ),
     "torch's own": (capture_a_forward, r"shardkit\.capture\(step, model\)"),
     "offload": (
         lambda t: shardkit.capture(whole_step(t), offloaded(t)),
