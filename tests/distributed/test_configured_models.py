@@ -541,6 +541,20 @@ def test_a_model_that_is_refused_keeps_its_values(spawn: Spawn) -> None:
     spawn(refused, 2, "NoSuchBlock")
 
 
+def leave_out_head(_module: nn.Module, state: Fields, prefix: str, _: object) -> None:
+    del state[f"{prefix}head.weight"]
+
+
+@on_ranks(2)
+def test_what_a_state_dict_leaves_out_stays() -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    model = copy.deepcopy(plain)
+    model.register_state_dict_post_hook(leave_out_head)
+    from_config(fsdp(2)).apply(model)
+    torch.testing.assert_close(full_parameters(model), full_parameters(plain), rtol=0, atol=0)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -253,10 +253,10 @@ class Values:
     taken: list[tuple[str, nn.Parameter, nn.Parameter]] = field(default_factory=list)
 
     def take(self, model: nn.Module, ignored: set[nn.Parameter]) -> None:
-        """Put this rank's parameters on meta."""
+        """Put this rank's parameters on meta, except what the state dict leaves out or renames."""
         with torch_modules.without_weight_refs(model.modules()):
             for name, param in model.named_parameters():
-                if not param.is_meta and param not in ignored:
+                if not param.is_meta and param not in ignored and name in self.state:
                     on_meta = torch.empty_like(param, device="meta")
                     values = nn.Parameter(on_meta, requires_grad=param.requires_grad)
                     torch_tensors.keep_grad_dtype(values, like=param)
