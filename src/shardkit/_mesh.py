@@ -84,6 +84,11 @@ class DeviceMesh:
         )
         raise AttributeError(msg)
 
+    def __deepcopy__(self, memo: object) -> DeviceMesh:
+        """Return itself: it never changes, and process groups cannot be copied."""
+        del memo
+        return self
+
     @property
     def ndim(self) -> int:
         """Number of axes."""

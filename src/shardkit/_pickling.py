@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardkit._compat import torch_tensors
 from shardkit._errors import MeshError, ShardedTensorError
 from shardkit._layout import EvenLayout, FlatLayout
-from shardkit._mesh import known_meshes
+from shardkit._mesh import DeviceMesh, known_meshes
 from shardkit._tensor import dcp_protocol
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec, traced_spec
@@ -30,7 +30,6 @@ from shardkit.backends import mesh_of_world
 
 if TYPE_CHECKING:
     from shardkit._layout import Box
-    from shardkit._mesh import DeviceMesh
 
 Description = tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
 """Device type, shape, ranks and names of a mesh."""
@@ -62,7 +61,7 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
         tuple(spec.shape),
         tuple(spec.layout.cut(spec.index)),
         spec.axis.rank,
-        (mesh.device_type, tuple(mesh.shape), tuple(mesh.ranks), mesh.mesh_dim_names),
+        describe(mesh),
         tensor.requires_grad,
         is_param,
         user_attributes(tensor) if is_param else {},
@@ -96,7 +95,7 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
             f"shardkit.checkpoint.save or torch.distributed.checkpoint."
         )
         raise ShardedTensorError(msg)
-    mesh = _find_mesh(name, described)
+    mesh = find_mesh(f"sharded {name!r}", described)
     axis = mesh.backend.axis(mesh.ndim - 1)
     if axis.rank != position:
         msg = (
@@ -123,7 +122,17 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
     return result
 
 
-def _find_mesh(name: str, described: Description) -> DeviceMesh:
+def describe(mesh: DeviceMesh) -> Description:
+    """Return the description by which another process finds its mesh."""
+    return mesh.device_type, tuple(mesh.shape), tuple(mesh.ranks), mesh.mesh_dim_names
+
+
+def reduce_mesh(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
+    """Return how to pickle a mesh, which modules and objects of users may hold."""
+    return find_mesh, ("an object that holds a DeviceMesh", describe(mesh))
+
+
+def find_mesh(what: str, described: Description) -> DeviceMesh:
     """Return the newest mesh of this description, preferably an equal one; or a fitting world."""
     device_type, shape, ranks, names = described
     fitting = [
@@ -144,7 +153,7 @@ def _find_mesh(name: str, described: Description) -> DeviceMesh:
     processes = f"Start {len(ranks)} processes (torchrun --nproc-per-node) and"
     start = f"On {len(ranks)} of them" if device_type == "xla" else processes
     msg = (
-        f"sharded {name!r} was saved on a mesh of {device_type!r} devices of shape {shape}"
+        f"{what} was saved on a mesh of {device_type!r} devices of shape {shape}"
         f"{f' with axes {names}' if names else ''}, and this process has no such mesh. {start} "
         f"make it before loading: init_device_mesh({device_type!r}, {tuple(shape)}"
         f"{f', mesh_dim_names={names}' if names else ''}). What is to be read on other meshes or "
@@ -242,5 +251,6 @@ def _reduce_and_note(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
 
 
 copyreg.pickle(ShardedTensor, _reduce_and_note)
+copyreg.pickle(DeviceMesh, reduce_mesh)
 ForkingPickler.register(ShardedTensor, reduce_for_process)
 torch.serialization.add_safe_globals([rebuild_tensor])

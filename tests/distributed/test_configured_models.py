@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pathlib
 import typing
+import weakref
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from shardkit import (
     fully_shard,
     init_device_mesh,
 )
+from shardkit._compat.torch_tensors import HAS_GRAD_DTYPE
 from shardkit._module.activation_checkpoint import CheckpointedForward
 from workers import on_ranks
 from wrapped_models import FeedForward, Stack
@@ -537,3 +539,53 @@ def refused(policy: str) -> list[object]:
 
 def test_a_model_that_is_refused_keeps_its_values(spawn: Spawn) -> None:
     spawn(refused, 2, "NoSuchBlock")
+
+
+def leave_out_head(_module: nn.Module, state: Fields, prefix: str, _: object) -> None:
+    del state[f"{prefix}head.weight"]
+
+
+@on_ranks(2)
+def test_what_a_state_dict_leaves_out_stays() -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    model = copy.deepcopy(plain)
+    model.register_state_dict_post_hook(leave_out_head)
+    from_config(fsdp(2)).apply(model)
+    torch.testing.assert_close(full_parameters(model), full_parameters(plain), rtol=0, atol=0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+@on_ranks(2)
+def test_recurrent_layers_and_attributes_of_parameters_are_as_without_rank_0s_values() -> None:
+    torch.manual_seed(0)
+    plain = Recurrent()
+    torch.manual_seed(dist.get_rank())
+    model = Recurrent()
+    model.rnn.weight_hh_l0.decay = 0.5
+    config = from_config(fsdp(2, transformer_layer_cls_to_wrap="LSTM"))
+    kept = weakref.ref(model.head.weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(shardkit.WrapError, match=r"'head.weight' cannot be sharded in place"):
+        config.apply(model)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(map(weakref.getweakrefs, model.rnn.parameters()))  # As torch leaves them.
+    del kept
+    if HAS_GRAD_DTYPE:
+        model.head.bias.grad_dtype = torch.float64
+    config.apply(model)
+    assert model.rnn.weight_hh_l0.decay == 0.5
+    x = torch.ones(2, 3, 4)
+    out = model(x)
+    torch.testing.assert_close(out, plain(x), rtol=0, atol=0)
+    out.sum().backward()
+    assert model.head.bias.grad.dtype == (torch.float64 if HAS_GRAD_DTYPE else torch.float32)

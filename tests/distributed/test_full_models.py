@@ -236,6 +236,7 @@ def test_what_is_not_sharded(tmp_path: pathlib.Path) -> None:
     for device in ("cpu", "meta"):
         with torch.device(device):
             model = Odd()
+            model.plain.decay = 0.5
             fully_shard(model, make_mesh((2,)), ignored_params={model.plain})
         names = load_full(path, model)
         assert names == ([], [], ["computed"] if device == "meta" else [])
@@ -245,6 +246,7 @@ def test_what_is_not_sharded(tmp_path: pathlib.Path) -> None:
             name: v.tolist() for name, v in draw(state).items()
         }
         assert isinstance(model.plain, nn.Parameter)
+        assert model.plain.decay == 0.5
     saved = save_full(pathlib.Path(folder) / "saved.pt", model)
     dist.barrier()
     assert_same(torch.load(saved)["_extra_state"], {"notes": notes})

@@ -33,6 +33,7 @@ from shardkit import (
     ShardedTensorError,
     StateError,
     WrapError,
+    auto_shard,
     checkpoint,
     fully_shard,
     register_parts,
@@ -245,8 +246,9 @@ def test_what_cannot_be_packed_is_refused_by_name(what: str) -> None:
     mesh, _ = recording_mesh((2,))
     layer = make_layer()
     cls, weight = type(layer), layer.weight
-    with pytest.raises(WrapError, match=message):
-        fully_shard(layer, mesh)
+    for call in (fully_shard, auto_shard):
+        with pytest.raises(WrapError, match=message):
+            call(layer, mesh)
     assert type(layer) is cls
     assert layer.weight is weight
 

@@ -23,10 +23,12 @@ from reference import (
     assert_within,
     shard,
 )
-from shardkit import ShardedTensor, WrapError, fully_shard
+from shardkit import ShardedTensor, WrapError, checkpoint, fully_shard, init_device_mesh
 from workers import on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
+    import pathlib
+
     from models import Batch
     from workers import Spawn
 
@@ -109,6 +111,46 @@ def test_recurrent_layers_train_as_plain_ones(spawn: Spawn, kind: str) -> None:
     }
     found = spawn_each(spawn, choices, train_recurrent, 2, kind)
     assert_each_within(found, **TRAINED)
+
+
+@pytest.mark.parametrize("where", GROUPS)
+@on_ranks(2)
+def test_functional_call_computes_with_the_given_weights(where: str) -> None:
+    """Whether modules show unsharded parameters before, or not, and only some are given."""
+    torch.manual_seed(0)
+    plain, other = (Recurrent("lstm", packed=False) for _ in range(2))
+    case = Case(lambda: plain, GROUPS[where], sequence_batch, squared_error)
+    model = shard(case, copy.deepcopy(plain))
+    x, _ = sequence_batch(torch.Generator().manual_seed(0))
+    given = {name: param.detach() for name, param in other.named_parameters()}
+    some = {name: value for name, value in given.items() if "weight_hh" in name}
+    partly = copy.deepcopy(plain)
+    partly.load_state_dict(some, strict=False)
+    for show in (lambda: None, model.unshard, lambda: model(x)):
+        for values, expected in ((given, other), (some, partly)):
+            show()
+            found = torch.func.functional_call(model, values, (x,))
+            torch.testing.assert_close(found, expected(x), rtol=0, atol=1e-6)
+            torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-6)
+
+
+@on_ranks(2)
+def test_weights_on_meta_that_are_not_sharded_are_loaded(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    plain = Recurrent("lstm", packed=False)
+    whole = fully_shard(copy.deepcopy(plain))
+    checkpoint.save(tmp_path / "saved", whole)
+    x, _ = sequence_batch(torch.Generator().manual_seed(0))
+    for load in (
+        lambda model: checkpoint.load(tmp_path / "saved", model),
+        lambda model: checkpoint.load_full(plain.state_dict(), model, progress=False),
+    ):
+        with torch.device("meta"):
+            model = Recurrent("lstm", packed=False)
+        ignored = set(model.rnn.parameters())
+        load(fully_shard(model, ignored_params=ignored, mesh=init_device_mesh("cpu", (2,))))
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-6)
+        assert all(map(weakref.getweakrefs, ignored))  # As torch leaves them.
 
 
 class RecurrentRoot(nn.LSTM):

@@ -308,6 +308,7 @@ def saved_amid_a_step(way: str) -> list[bool]:
     if way != "method":
         wanted["kernel"] = wanted.pop("weight")
         layer.register_state_dict_post_hook(rename_in_hook if way == "hook" else move_in_hook)
+        layer.register_buffer("mask", torch.eye(4).to_sparse())
     model = fully_shard(nn.Sequential(layer, nn.Linear(4, 4)))
     loss = model(torch.ones(1, 4)).sum()
     state = model.state_dict() if way == "hook that leaves out the module" else layer.state_dict()

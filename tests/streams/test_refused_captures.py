@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import re
+import types
 import typing
 
 import pytest
@@ -210,6 +211,12 @@ def add_to_gradients(training: Training) -> None:
         step(training.batch(index))
 
 
+def leave_out_the_model(training: Training) -> None:
+    step = shardkit.capture(lambda batch: batch + 1, training.model)
+    for index in range(4):
+        step(training.batch(index))
+
+
 def offloaded(training: Training) -> nn.Module:
     model = copy.deepcopy(training.plain)
     return shardkit.fully_shard(model, training.mesh, offload_policy=CPUOffloadPolicy())
@@ -235,6 +242,11 @@ BODIES: dict[str, tuple[Callable[[Training], object], str]] = {
         r"cannot be captured: gradients of .* wait to be synced.*_gradient_sync\(True\)",
     ),
     "added": (add_to_gradients, r"has a gradient, to which <lambda> would add"),
+    "not run": (leave_out_the_model, r"<lambda> cannot be captured: its first calls ran none of"),
+    "result": (
+        lambda t: take(t, lambda t: types.SimpleNamespace(bias=t.model.head.bias)),
+        r"the result of step is an object with tensors in it.* in lists, tuples, dicts",
+    ),
     "torch's own": (capture_a_forward, r"shardkit\.capture\(step, model\)"),
     "offload": (
         lambda t: shardkit.capture(whole_step(t), offloaded(t)),

@@ -329,6 +329,20 @@ def test_requires_grad_is_written() -> None:
     assert not isinstance(moment, nn.Parameter)
 
 
+def test_modules_may_hold_the_mesh() -> None:
+    mesh, _ = recording_mesh((2, 2))
+    layer = nn.Linear(4, 4)
+    layer.mesh = mesh
+    fully_shard(layer, mesh)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert twin.mesh is mesh
+    pickled = pickle.dumps(mesh)
+    del mesh, layer, twin
+    gc.collect()
+    with pytest.raises(MeshError, match="an object that holds a DeviceMesh was saved on a mesh of"):
+        pickle.loads(pickled)
+
+
 # --- to another process of this machine -----------------------------------------------------------
 
 

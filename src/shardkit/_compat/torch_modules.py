@@ -5,6 +5,7 @@ No branch on torch's version.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -17,7 +18,7 @@ from shardkit._compat.torch_checkpoints import when_imported
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -34,6 +35,16 @@ def is_called_by_ddp(frame: types.FrameType | None) -> bool:
     )
 
 
+def rnn_take_weight(module: torch.nn.RNNBase, name: str) -> None:
+    """Let an RNN compute with the tensor that it holds by a name; it has a list of its weights.
+
+    `setattr` does this for parameters, but not for other tensors, which `functional_call` gives.
+    """
+    if name in module._flat_weights_names:  # A subclass may have others.
+        index = module._flat_weights_names.index(name)
+        module._flat_weights[index] = module._parameters[name]
+
+
 def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
     """Drop the weak references that an RNN keeps to its weights; `swap_tensors` refuses them.
 
@@ -48,6 +59,23 @@ def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
     module._flat_weight_refs = [
         weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
     ]
+
+
+@contextlib.contextmanager
+def without_weight_refs(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Let RNNs that keep weak references to their weights, as sharded ones do not, drop them."""
+    rnns = [
+        module
+        for module in modules
+        if isinstance(module, torch.nn.RNNBase) and any(module._flat_weight_refs)
+    ]
+    for rnn in rnns:
+        rnn_forget_weight_refs(rnn)
+    try:
+        yield
+    finally:
+        for rnn in rnns:
+            rnn_restore_weight_refs(rnn)
 
 
 def loads_its_own_way(module: torch.nn.Module) -> bool:

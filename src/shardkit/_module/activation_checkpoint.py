@@ -90,6 +90,7 @@ class SavedOperators:
             raise StateError(msg)
         if callable(operators):
             return cls(decide=operators)
+        operators = tuple(operators)
         for operator in operators:
             if not isinstance(operator, torch_tensors.OPERATOR_KINDS):
                 msg = (

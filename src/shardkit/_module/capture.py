@@ -81,12 +81,7 @@ class _Inputs:
     def __init__(self, step: str, given: tuple[Any, ...], device: torch.device) -> None:
         self._step = step
         tensors = _tensors_in(given)
-        if len(tensors) < sum(1 for _ in iter_tensors(given)):
-            msg = (
-                f"an argument of {step} is an object with tensors in it, which are copied to no "
-                f"fixed places: expected tensors in lists, tuples, dicts or dataclasses."
-            )
-            raise StateError(msg)
+        _refuse_hidden(step, "an argument", given)
         for index, tensor in enumerate(tensors):
             if type(tensor) is not Tensor or tensor.requires_grad:
                 kind = "one that requires a gradient" if tensor.requires_grad else type(tensor)
@@ -136,6 +131,16 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
     map_tensors(note, tree)
     return found
+
+
+def _refuse_hidden(step: str, what: str, tree: Any) -> None:
+    """Raise if there are tensors where `map_tensors` does not replace them."""
+    if len(_tensors_in(tree)) < sum(1 for _ in iter_tensors(tree)):
+        msg = (
+            f"{what} of {step} is an object with tensors in it, which are not copied to other "
+            f"places: expected tensors in lists, tuples, dicts or dataclasses."
+        )
+        raise StateError(msg)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -409,7 +414,8 @@ class CapturedStep(Generic[P, R]):
             **kwargs: Further arguments of the step.
 
         Returns:
-            Result of the step; tensors are copies, without a graph of autograd.
+            Result of the step; tensors are copies, without a graph of autograd, in lists, tuples,
+            dicts or dataclasses.
 
         Raises:
             StateError: The step cannot be captured, or a replay would not do what the step does.
@@ -450,7 +456,9 @@ class CapturedStep(Generic[P, R]):
     def _call(self) -> Any:
         assert self._inputs is not None
         args, kwargs = self._inputs.tree
-        return map_tensors(Tensor.detach, self._step(*args, **kwargs))
+        result = self._step(*args, **kwargs)
+        _refuse_hidden(self._name, "the result", result)
+        return map_tensors(Tensor.detach, result)
 
     def _run_once(self) -> Any:
         """Take a step on the stream of the capture; note whether it empties gradients."""
@@ -464,6 +472,9 @@ class CapturedStep(Generic[P, R]):
         states = [s for m in self._models for each in m.modules() if (s := get_state(each))]
         runtimes = dict.fromkeys(s.runtime for s in states if s.runtime is not None)
         self._runtimes = list(runtimes)
+        if not runtimes:
+            why = "its first calls ran none of the models that capture got"
+            raise _cannot(self._name, "captured", why, "Pass the models that it trains.")
         roots = [s for s in states if s.runtime is not None and s.runtime.settings is s.settings]
         groups = [group for runtime in self._runtimes for group in runtime.groups]
         _refuse(self._name, groups)

@@ -628,7 +628,7 @@ class Filling:
         for group in self._values:
             if not group.mesh.backend.is_traced:
                 _give_memory(group, self._pending)
-        with self._plain_rnns():
+        with torch_modules.without_weight_refs(self._model.modules()):
             for unit in self._units:
                 give_back(self._fill(unit))
         self._execute(None)
@@ -670,23 +670,6 @@ class Filling:
             if "ParametrizationList" in kinds:
                 msg += _PARAMETRIZED
             raise StateError(msg)
-
-    @contextlib.contextmanager
-    def _plain_rnns(self) -> Iterator[None]:
-        """Take from RNNs that are not sharded their weak references to weights that get memory."""
-        rnns = [
-            module
-            for module in self._model.modules()
-            if isinstance(module, nn.RNNBase)
-            and not any(isinstance(p, ShardedTensor) for p in module.parameters())
-        ]
-        for rnn in rnns:
-            torch_modules.rnn_forget_weight_refs(rnn)
-        try:
-            yield
-        finally:
-            for rnn in rnns:
-                torch_modules.rnn_restore_weight_refs(rnn)
 
     # --- one module -----------------------------------------------------------------------------
 

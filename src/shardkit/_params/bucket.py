@@ -36,22 +36,29 @@ _PATIENCE_S = 1.0
 """Time in which threads must drop their references to a parameter."""
 
 
-def swap_tensors(param: nn.Parameter, other: nn.Parameter) -> None:
+def swap_tensors(param: nn.Parameter, other: nn.Parameter, name: str) -> None:
     """Exchange two parameters, after other threads have dropped their references to them.
 
     The thread of a process group holds a parameter for a moment longer than its broadcast takes.
 
     Raises:
-        RuntimeError: A reference is still there after a second, or is a weak one.
+        WrapError: A reference is still there after a second, or is a weak one.
     """
     last_try_at = time.monotonic() + _PATIENCE_S
     while True:
         is_last = time.monotonic() > last_try_at
         try:
             torch.utils.swap_tensors(param, other)
-        except RuntimeError:
+        except RuntimeError as error:
             if is_last or weakref.getweakrefs(param):
-                raise
+                msg = (
+                    f"parameter {name!r} cannot be sharded in place: "
+                    f"{str(error).removesuffix('.')}. Call fully_shard before anything keeps weak "
+                    f"references to the parameter or a graph that uses it (delete old outputs and "
+                    f"losses first). A profiler with stacks keeps them, too: "
+                    f"start it afterwards."
+                )
+                raise WrapError(msg) from error
             time.sleep(0.001)
         else:
             return
@@ -225,17 +232,7 @@ class Bucket:
             for module, attribute in entry.sites:
                 setattr(module, attribute, entry.param)
             return
-        try:
-            swap_tensors(entry.param, replacement)
-        except RuntimeError as error:
-            msg = (
-                f"parameter {entry.name!r} cannot be sharded in place: "
-                f"{str(error).removesuffix('.')}. Call fully_shard before anything keeps weak "
-                f"references to the parameter or a graph that uses it (delete old outputs and "
-                f"losses first). A profiler with stacks keeps them, too: "
-                f"start it afterwards."
-            )
-            raise WrapError(msg) from error
+        swap_tensors(entry.param, replacement, entry.name)
 
     def _was_dtensor(self, index: int) -> bool:
         tensor_parallel = self.store.specs[index].tensor_parallel

@@ -421,9 +421,9 @@ def stored_dtype(entry: ParamEntry) -> torch.dtype:
     return torch.uint8 if packing_of(entry) is not None else entry.param.dtype
 
 
-def numel_and_dtype(param: nn.Parameter) -> tuple[int, torch.dtype]:
+def numel_and_dtype(name: str, param: nn.Parameter) -> tuple[int, torch.dtype]:
     """Return the number and dtype of the elements that `fully_shard` cuts of a parameter."""
-    packing = packing_of(ParamEntry("?", param, []))
+    packing = packing_of(ParamEntry(name, param, []))
     return (param.numel(), param.dtype) if packing is None else (packing.nbytes, torch.uint8)
 
 

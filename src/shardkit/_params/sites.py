@@ -98,8 +98,7 @@ class ParamSites:
         if unsharded == self.is_visible:
             if unsharded and not self._given and not self._holds_unsharded():
                 self._take_given([place[3] for place in self._places])
-            return
-        if unsharded:
+        elif unsharded:
             self._show_unsharded()
         else:
             self._show_sharded()
@@ -268,8 +267,7 @@ class ParamSites:
 
     def _update_rnns(self) -> None:
         for module, attribute in self._rnn_places:
-            # An RNN keeps a list of its weights as well.
-            setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001
+            torch_modules.rnn_take_weight(module, attribute)
             torch_modules.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes new ones.
 
     @functools.cached_property

@@ -135,7 +135,7 @@ def _save_renamed(param: nn.Parameter, bucket: Bucket, state_dict: Any) -> None:
     """Find a parameter that is saved under other names, or in parts, by its memory."""
     memory = param.untyped_storage().data_ptr()
     for key, value in list(state_dict.items()):
-        if type(value) not in (Tensor, nn.Parameter):
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             continue
         if value.is_meta or value.untyped_storage().data_ptr() != memory:
             continue

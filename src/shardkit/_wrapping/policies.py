@@ -49,6 +49,7 @@ class ModuleTree:
         self.model = model
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self._names = {id(module): name for name, module in self.modules.items()}
+        self._param_names = {id(param): name for name, param in model.named_parameters()}
         self._ignored = {id(param) for param in ignored}
         self.class_name = own_class(model).__name__
         self.closed: set[int] = set()
@@ -113,7 +114,7 @@ class ModuleTree:
 
     def nbytes(self, params: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> int:
         """Return the bytes of parameters in the dtype in which they are gathered."""
-        cut = map(numel_and_dtype, params)
+        cut = (numel_and_dtype(self._param_names[id(param)], param) for param in params)
         return sum(numel * policy.dtypes_for(dtype, dtype)[0].itemsize for numel, dtype in cut)
 
     def may_be_unit(self, module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardkit._compat import torch_modules
 from shardkit._errors import CheckpointError
 from shardkit._module.materialize import rebuild_buffers
 from shardkit._params.state_dicts import holds_sharded
@@ -279,7 +280,10 @@ def load_full(
     report = misfits.report(head, remedy, strict=strict, where=" in the file")
     if report is not None:
         raise CheckpointError(report)
-    with Meter(progress, f"loading {Path(what).name}", rank=rank_of(None)) as meter:
+    with (
+        Meter(progress, f"loading {Path(what).name}", rank=rank_of(None)) as meter,
+        torch_modules.without_weight_refs(model.modules()),
+    ):
         _fill_all(file, names_of, meter)
     if isinstance(file, FromFirstRank):
         file.first.raise_error()

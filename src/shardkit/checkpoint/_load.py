@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from shardkit._compat import torch_modules
 from shardkit._errors import CheckpointError
 from shardkit._module.materialize import rebuild_buffers
 from shardkit._progress import Meter
@@ -368,8 +369,9 @@ class ModelPart:
 
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Give the model the entries that could not be read in place, and have its hooks called."""
-        for name, tensor in self._on_meta.items():
-            give_memory(tensor, loaded[self.entries[name]])
+        with torch_modules.without_weight_refs(self.model.modules()):
+            for name, tensor in self._on_meta.items():
+                give_memory(tensor, loaded[self.entries[name]])
         state = {
             name: loaded[entry]
             for name, entry in self.entries.items()

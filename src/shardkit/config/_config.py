@@ -8,13 +8,14 @@ import os
 import re
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from shardkit._compat import torch_modules, torch_tensors
 from shardkit._errors import CheckpointError, ConfigError, MeshError
 from shardkit._mesh import SHARD_AXIS
 from shardkit._module.activation_checkpoint import checkpoint_module
@@ -247,15 +248,28 @@ class Values:
     other: dict[
         str, Tensor
     ]  # Buffers that state dicts leave out, so `load_full` does not fill them.
-    # Parameters that are on meta now, each with a parameter that holds its values.
-    taken: list[tuple[nn.Parameter, nn.Parameter]]
     places: dict[str, list[str]]  # All names of a buffer in this rank's model, by each of them.
+    # Parameters that are on meta now, each with its name and a parameter that holds its values.
+    taken: list[tuple[str, nn.Parameter, nn.Parameter]] = field(default_factory=list)
 
-    def put_back(self) -> None:
+    def take(self, model: nn.Module, ignored: set[nn.Parameter]) -> None:
+        """Put this rank's parameters on meta, except what the state dict leaves out or renames."""
+        with torch_modules.without_weight_refs(model.modules()):
+            for name, param in model.named_parameters():
+                if not param.is_meta and param not in ignored and name in self.state:
+                    on_meta = torch.empty_like(param, device="meta")
+                    values = nn.Parameter(on_meta, requires_grad=param.requires_grad)
+                    torch_tensors.keep_grad_dtype(values, like=param)
+                    swap_tensors(param, values, name)
+                    param.__dict__.update(values.__dict__)
+                    self.taken.append((name, param, values))
+
+    def put_back(self, model: nn.Module) -> None:
         """Give the values back to this rank's parameters, except to sharded ones."""
-        for param, values in self.taken:
-            if not isinstance(param, ShardedTensor):
-                swap_tensors(param, values)
+        with torch_modules.without_weight_refs(model.modules()):
+            for name, param, values in self.taken:
+                if not isinstance(param, ShardedTensor):
+                    swap_tensors(param, values, name)
 
     def send(self, model: nn.Module) -> None:
         """Send rank 0's values to all ranks. Collective."""
@@ -270,8 +284,8 @@ class Values:
             _set(model, self.places.get(name, [name]), value.to(device))
 
 
-def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> Values | None:
-    """Take the values out of a model, so that its parameters are on meta afterwards.
+def values_of(model: nn.Module, mesh: DeviceMesh) -> Values | None:
+    """Return the values of a model, which `Values.take` takes out of it.
 
     Parameters stay the same objects, so optimizers and ties stay valid.
 
@@ -298,17 +312,11 @@ def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) 
         return None
     state = model.state_dict()
     other = {n: b.detach() for n, b in model.named_buffers() if n not in state}
-    taken = []
-    for param in set(model.parameters()) - ignored:
-        other_param = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        if not param.is_meta:
-            swap_tensors(param, other_param)
-            taken.append((param, other_param))
     names_of: dict[int, list[str]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         names_of.setdefault(id(buffer), []).append(name)
     places = {name: names for names in names_of.values() for name in names}
-    return Values(mesh, state, other, taken, places)
+    return Values(mesh, state, other, places)
 
 
 def _set(model: nn.Module, names: list[str], value: Tensor) -> None:
@@ -555,12 +563,14 @@ class Config:
         self._check(model)
         ignored = self._ignored_params(model)
         kept = [(param, param.dtype, param.device) for param in model.parameters()]
-        values = take_values(model, mesh, ignored) if settings.sync_module_states else None
+        values = values_of(model, mesh) if settings.sync_module_states else None
         try:
+            if values is not None:
+                values.take(model, ignored)
             self._shard(model, mesh, ignored)
         except BaseException:
             if values is not None:
-                values.put_back()
+                values.put_back(model)
             for param, dtype, device in kept:
                 if not isinstance(param, ShardedTensor):
                     param.data = param.data.to(device, dtype)

@@ -311,6 +311,13 @@ def test_operators_that_are_kept_are_not_called_again(
     assert model.blocks[0].norm.num_batches_tracked == 2
 
 
+def test_operators_may_be_an_iterator() -> None:
+    model = copy.deepcopy(plain := Mlp())
+    checkpoint_module(model, operators=iter([torch.ops.aten.addmm]))
+    x = torch.randn(3, DIM, requires_grad=True)
+    assert run(model, x)[1]["addmm"] == run(plain, x)[1]["addmm"] == 0
+
+
 class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -163,6 +163,7 @@ def give_memory(target: Tensor, memory: Tensor) -> None:
     if isinstance(target, nn.Parameter):
         memory = nn.Parameter(memory, requires_grad=target.requires_grad)
     torch.utils.swap_tensors(target, memory)
+    target.__dict__.update(memory.__dict__)
 
 
 def set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:
