@@ -692,16 +692,14 @@ class Twins:
             return
         handles = []
         for param, calls in zip(self.params(name), self.calls, strict=True):
-            mask = torch.ones(param.shape, dtype=param.dtype)
-            mask[: len(mask) // 2] = 0
 
-            def hook(
-                grad: Tensor | None, mask: Tensor = mask, calls: list[str] = calls
-            ) -> Tensor | None:
+            def hook(grad: Tensor | None, calls: list[str] = calls) -> Tensor | None:
                 if grad is None:  # Torch's, behind a module's hook for outputs that nobody uses.
                     return None
                 calls.append(name)
-                return (grad * mask.to(grad), grad * 0.5, None)[way % 3]
+                mask = torch.ones_like(grad)
+                mask[: len(mask) // 2] = 0
+                return (grad * mask, grad * 0.5, None)[way % 3]
 
             handles.append(param.register_hook(hook))
         self.handles.append(tuple(handles))

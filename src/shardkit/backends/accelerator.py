@@ -25,6 +25,7 @@ from shardkit.backends.process_group import (
     ProcessGroupBackend,
     WatchedStreams,
     all_gather_single,
+    as_bytes,
     custom_all_gather,
     custom_reduce_scatter,
     movable,
@@ -638,9 +639,13 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
             custom = custom_all_gather(gather, axis.group, async_op=False)
             gather.full.copy_(custom.received)
     is_one = len(own) > 1 and axis.averages
+    as_sent = movable
+    for gather in own:
+        if is_one and gather.full.dtype is not own[0].full.dtype:
+            as_sent = as_bytes  # Some engines take the dtype of the first for all.
     with torch_groups.coalesced(axis.group) if is_one else contextlib.nullcontext():
         for gather in own:
-            all_gather_single(movable(gather.full), movable(gather.own), group=axis.group)
+            all_gather_single(as_sent(gather.full), as_sent(gather.own), group=axis.group)
 
 
 # --- the backend ----------------------------------------------------------------------------------

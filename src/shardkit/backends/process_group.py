@@ -97,8 +97,11 @@ def movable(tensor: Tensor) -> Tensor:
 
     That is its bytes, 1-D, if not every engine knows its dtype.
     """
-    if tensor.dtype in _KNOWN_TO_ALL_ENGINES:
-        return tensor
+    return tensor if tensor.dtype in _KNOWN_TO_ALL_ENGINES else as_bytes(tensor)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, 1-D, over its memory."""
     return tensor.view(-1).view(torch.uint8)
 
 
