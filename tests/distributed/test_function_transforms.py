@@ -123,6 +123,25 @@ def of_batches(model: nn.Module, x: Tensor) -> Results:
     return grads_of(model)
 
 
+def of_batches_while_frozen(model: nn.Module, x: Tensor) -> Results:
+    """As torchrl estimates the values of states."""
+    model.requires_grad_(requires_grad=False)
+    out = vmap(model)(X)
+    model.requires_grad_(requires_grad=True)
+    vmap(model)(x).square().sum().backward()
+    return [out, *grads_of(model)]
+
+
+def put_back(model: nn.Module, x: Tensor) -> Results:
+    """As tensordict swaps parameters for a forward, and then restores them."""
+    own = [(module, dict(module._parameters)) for module in model.modules()]  # noqa: SLF001
+    out = model(x)
+    for module, params in own:
+        module._parameters.update(params)  # noqa: SLF001
+    out.square().sum().backward()
+    return grads_of(model)
+
+
 def equation(model: nn.Module, x: Tensor) -> Results:
     """As for differential equations: derivatives by inputs are trained on."""
     slope = vmap(grad(lambda each: model(each).sum()))(x)
@@ -172,6 +191,8 @@ USES: dict[str, Callable[[nn.Module, Tensor], Results]] = {
         adapted,
         of_inputs,
         of_batches,
+        of_batches_while_frozen,
+        put_back,
         equation,
         of_parameters,
         ensemble,
@@ -217,7 +238,7 @@ def test_results_are_those_of_a_plain_model(spawn: Spawn, name: str) -> None:
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["adapted", "own_parameters", "of_inputs"])
+@pytest.mark.parametrize("name", ["adapted", "own_parameters", "of_inputs", "put_back"])
 def test_with_one_group(spawn: Spawn, name: str) -> None:
     by_rank = spawn(compare, 2, (2,), name, False)
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)

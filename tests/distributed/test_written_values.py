@@ -620,6 +620,22 @@ def test_optimizers_that_differ_are_named(spawn_errors: Spawn, what: str, said: 
             assert re.search(said, error.message), error.message
 
 
+def step_in_another_order() -> None:
+    """Step an optimizer for each parameter, in the order of a set of them."""
+    model = sharded((2,))
+    params = list(model.parameters())
+    optimizers = {param: torch.optim.AdamW([param], lr=0.01) for param in params}
+    for _ in range(4):
+        model(torch.randn(4, 6)).square().mean().backward()
+        for param in params if dist.get_rank() == 0 else reversed(params):
+            optimizers[param].step()
+        model.zero_grad()
+
+
+def test_optimizers_may_step_in_another_order(spawn: Spawn) -> None:
+    spawn(step_in_another_order, 2)
+
+
 def replace_optimizers(num_stages: int) -> None:
     """Train with a new optimizer in each stage; Python collects the old ones on rank 0 alone."""
     model = sharded((2,))

@@ -161,8 +161,6 @@ def _resume_compiler(optimizer: Optimizer, *_: Any) -> None:
 
 # --- what an optimizer updates --------------------------------------------------------------------
 
-_MIN_CODED_NUMEL = 4096  # torchao codes the state of no smaller parameter.
-
 _LATER = (
     "fully_shard([m for m in model.modules() if any(type(p) is torch.nn.Parameter for p in "
     "m.parameters(recurse=False))])"
@@ -314,24 +312,15 @@ def is_of_torchao(optimizer: object) -> bool:
 
 
 def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
-    """Refuse torchao's optimizers where their compiled steps would fail inside the compiler.
-
-    They code the state of large parameters in blocks, or round bf16 parameters at random. Under
-    `install` they make DTensors of rows for state of any size.
-    """
-    if not is_of_torchao(optimizer):
+    """Refuse torchao's optimizers, whose compiled steps would fail inside the compiler."""
+    if not is_of_torchao(optimizer) or not hasattr(optimizer, "bf16_stochastic_round"):
         return
-    block_numel = getattr(optimizer, "block_size", float("inf"))
-    rounds = getattr(optimizer, "bf16_stochastic_round", False)
     for param in params:
-        if not isinstance(param, ShardedTensor):
-            continue
-        is_coded = param.numel() >= _MIN_CODED_NUMEL and param.numel() % block_numel == 0
-        is_taken_for_rows = param.__class__ is not type(param)
-        if is_coded or is_taken_for_rows or (rounds and param.dtype == torch.bfloat16):
+        if isinstance(param, ShardedTensor):
             kind = type(optimizer).__name__
             options = f"lr={float(optimizer.param_groups[0]['lr']):g}"
-            options += ", bf16_stochastic_round=True" if rounds else ""
+            if optimizer.bf16_stochastic_round:
+                options += ", bf16_stochastic_round=True"
             msg = (
                 f"torchao's {kind} cannot step sharded {param.spec.name!r} itself: it compiles its "
                 f"update into a graph of plain tensors. Have it step this rank's pieces: "

@@ -68,6 +68,9 @@ class ParamEntry:
         self.__init__(**state[1])  # type: ignore[misc]
 
 
+_set_requires_grad = torch_tensors.unseen_by_transforms(nn.Parameter.requires_grad_)
+
+
 class ParamSites:
     """Every place of a bucket's parameters.
 
@@ -115,15 +118,16 @@ class ParamSites:
                 break
         for index, (params, attribute, sharded, whole) in enumerate(self._places):
             if sharded.requires_grad != whole.requires_grad:
-                whole.requires_grad_(sharded.requires_grad)
+                _set_requires_grad(whole, sharded.requires_grad)
             if index not in self._given:
                 params[attribute] = whole
 
     def _show_sharded(self) -> None:
         for index, (params, attribute, sharded, whole) in enumerate(self._places):
-            if params.get(attribute) is whole:
+            held = params.get(attribute)
+            if held is whole:
                 params[attribute] = sharded
-            elif index not in self._given and self.was_visible is None:
+            elif held is not sharded and index not in self._given and self.was_visible is None:
                 self.was_visible = True  # `functional_call` has put something there.
         if self._given:
             self.return_given()
@@ -179,7 +183,11 @@ class ParamSites:
             held = params.get(attribute)
             if held is wanted or held is whole:
                 continue
-            if held is None or not torch_modules.in_functional_call():
+            in_call = torch_modules.in_functional_call()
+            if held is sharded and not in_call:
+                params[attribute] = whole  # The user has swapped parameters, and put these back.
+                continue
+            if held is None or not in_call:
                 self._refuse_replaced(sharded)
             if self.was_visible is None:
                 self.was_visible = self.is_visible

@@ -73,14 +73,14 @@ class Steps(NamedTuple):
 
     Attributes:
         kind: Name of its class.
-        num_taken: Number of its steps since settings were compared.
         settings: Settings of its parameter groups, if they are compared: for each group the name of
             its first sharded parameter, and its settings in words.
+        num_taken: Number of its steps since settings were compared.
     """
 
     kind: str
-    num_taken: int
     settings: tuple[tuple[str, str], ...]
+    num_taken: int
 
 
 class TakenActions(NamedTuple):
@@ -127,7 +127,9 @@ class OwnActions:
             number = count - known.get(optimizer, 0)
             if number and self._has_part_in(optimizer):
                 settings = _settings_of(optimizer, self._entries()) if reads_settings else ()
-                taken.append(Steps(type(optimizer).__name__, number, tuple(settings)))
+                taken.append(Steps(type(optimizer).__name__, tuple(settings), number))
+        # Ranks may step optimizers in different orders, as pyro does, which keeps them in a set.
+        taken.sort()
         return TakenActions(taken, pickled, is_complete)
 
     def _has_part_in(self, optimizer: Optimizer) -> bool:
@@ -179,7 +181,7 @@ def first_difference(of_ranks: Sequence[TakenActions]) -> str | None:
                 continue
             kind = (here or there).kind  # type: ignore[union-attr]
             counts = [0 if each is None else each.num_taken for each in (here, there)]
-            if here is None or there is None or here[:2] != there[:2]:
+            if here is None or there is None or here.kind != there.kind or counts[0] != counts[1]:
                 return (
                     f"optimizers differ between ranks: since ranks last compared its settings, "
                     f"{kind} took {counts[0]} steps on position 0 of the process group, and "

@@ -97,6 +97,21 @@ def test_a_parameter_put_in_its_place_is_refused_by_name(holder: str, change: st
     assert model.first._parameters["bias"] is not None  # noqa: SLF001
 
 
+def test_a_sharded_parameter_that_is_put_back_while_another_is_shown() -> None:
+    """As by code that swaps parameters for a forward, and then restores them."""
+    model = Tied()
+    sharded = shown(model)
+    places, _, (weight, bias) = places_of(model)
+    places.show(unsharded=True)
+    model.first.weight = sharded[0]
+    places.show(unsharded=True)
+    assert are(shown(model), [weight, weight, bias])
+    model.second.weight = sharded[0]
+    places.show(unsharded=False)
+    assert are(shown(model), sharded)
+    assert places.was_visible is None, "no functional_call"
+
+
 def test_a_recurrent_module_computes_with_what_it_shows() -> None:
     """It keeps a list of its weights as well."""
     module = nn.RNN(2, 2)
