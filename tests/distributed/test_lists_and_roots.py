@@ -436,6 +436,23 @@ def train_layer_then_root(first: int) -> None:
     assert_within([differences], grad=TOLERANCE)
 
 
+class Casting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_neighbouring_layers_of_other_dtypes_are_gathered_together() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Casting(4, 4).double(), Casting(4, 4), Casting(4, 4).double())
+    model, x = copy.deepcopy(plain), torch.ones(1, 4)
+    for module in (*model, model):
+        fully_shard(module, make_mesh((2,)))
+    for _ in range(3):  # After the first forward the order is known.
+        assert torch.equal(model(x), plain(x))
+
+
 @on_ranks(2)
 def test_an_optimizer_made_after_a_layer_ran_alone_has_sharded_parameters() -> None:
     """The layer ran as a root, which keeps its parameters for a backward."""
