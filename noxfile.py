@@ -268,7 +268,7 @@ def everything(session: nox.Session) -> None:
 def sequences(session: nox.Session) -> None:
     """Try what users do to a sharded model and to a plain one in sequences that are new each time.
 
-    It takes about 15 minutes. `SHARDKIT_TEST_SEQUENCES` chooses how many there are for each mesh.
+    It takes about 20 minutes. `SHARDKIT_TEST_SEQUENCES` chooses how many there are for each mesh.
     """
     install(session, "test")
     session.env.setdefault(

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from simulation import simulated
 
 from workers import WorkerError
 
@@ -94,6 +95,17 @@ def test_any_sequence_of_actions_is_that_of_the_plain_model(
     spawn: Spawn, shape: tuple[int, ...]
 ) -> None:
     run_state_machine_as_test(machine(spawn, shape), settings=settings(NUM_EXAMPLES or 6))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)] if NUM_EXAMPLES else [(2,)], ids=str)
+def test_drawn_sequences_on_a_simulated_accelerator(spawn: Spawn, shape: tuple[int, ...]) -> None:
+    for seed in range(NUM_DRAWN // 2):
+        layout, actions = drawn(seed)
+        if layout == "offloaded":  # A copy of a state does not say that it belongs to the host.
+            layout = "layers"
+        # Nor does the number in `param[0] = 0.1`, of which torch makes a tensor.
+        chosen = [each for each in actions if each[0] != "write" or each[1][1] % 4 != 1]
+        spawn(simulated, math.prod(shape), twins.perform, shape, layout, chosen)
 
 
 # --- defects --------------------------------------------------------------------------------------

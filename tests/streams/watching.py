@@ -463,7 +463,8 @@ def _run_collective(
     func: Callable[..., typing.Any], args: typing.Any, kwargs: dict[str, typing.Any]
 ) -> None:
     """Run a collective now and wait for it."""
-    tensors = _tensors((args, kwargs))
+    # Those that are made in inference mode have no version.
+    tensors = [tensor for tensor in _tensors((args, kwargs)) if not tensor.is_inference()]
     with torch.no_grad(), torch_tensors.preserve_versions(tensors), _unwatched():
         result = func(*args, **kwargs)
         work = result[-1] if isinstance(result, tuple) else result
