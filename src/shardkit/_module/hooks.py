@@ -170,7 +170,6 @@ class ModuleState:
             _log_groups(self.module, groups)
         for state in states:
             state.runtime = runtime
-            state._num_known = 0  # noqa: SLF001 - a root inside of this one is none any more
         self._note_groups(roots, is_settled=not awaited)
         return runtime
 
@@ -290,7 +289,7 @@ class ModuleState:
         # Ctrl-C ends a pass without hooks.
         for each in [self] if runtime.pass_root is None else _contents_of(self.module)[1]:
             each._open.clear()  # noqa: SLF001 - own class
-        if self._num_known:
+        if runtime.settings is self.settings:  # Not a part of a root that runs alone.
             self._follow_changes()
             runtime = self.runtime or runtime
         refuse_summoned(runtime.groups, "a forward was called")
@@ -539,7 +538,7 @@ def _children_with_groups(
 
 
 def _let_go(before: Runtime, groups: Sequence[ParamGroup]) -> None:
-    """Let go of the groups of a runtime that are not among these, those of its successor."""
+    """Let go of the groups of a runtime that its successor, which has these groups, lacks."""
     gone = [group for group in before.groups if group not in groups]
     for group in groups:
         group.settings.stop_prefetching(gone)
