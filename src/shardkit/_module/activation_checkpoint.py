@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 
 from shardkit._compat import torch_devices, torch_tensors
 from shardkit._errors import StateError
-from shardkit._runtime.passes import buffers_of, open_passes, was_written
+from shardkit._runtime.passes import RegionTensors, buffers_of, open_passes, was_written
 from shardkit._tree import map_tensors
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class BuffersBefore:
     """
 
     def __init__(self, module: nn.Module, writes: dict[tuple[nn.Module, str, bool], bool]) -> None:
-        self._module = module
+        self.module = module
         self._writes = writes
         self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
@@ -199,7 +199,7 @@ class BuffersBefore:
         """Run the forward, and keep what it has written as it was before, if it may be repeated."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        buffers = [*buffers_of(self._module)]
+        buffers = [*buffers_of(self.module)]
         # What a forward writes may depend on the mode, as in batch normalization.
         keys = [(child, name, child.training) for child, name, _ in buffers]
         known = zip(keys, buffers, strict=True)
@@ -218,7 +218,7 @@ class BuffersBefore:
     @contextlib.contextmanager
     def shown(self, make: Callable[[Tensor], Tensor] = lambda buffer: buffer) -> Iterator[None]:
         """Let modules hold copies of the values, and what `make` returns for other buffers."""
-        buffers, values = [*buffers_of(self._module)], self._values
+        buffers, values = [*buffers_of(self.module)], self._values
         made: dict[int, Tensor] = {}
         for child, name, buffer in buffers:
             if id(buffer) not in made:
@@ -284,9 +284,14 @@ class _TracedRepeat:
     @contextlib.contextmanager
     def _again(self, context: Any) -> Iterator[None]:
         self.is_again = True
-        # Outside the root's forward modules hold whole buffers.
-        with self._drawing.again(), self.buffers.shown(self._enter), context:
-            yield
+        # Outside the root's forward modules hold whole tensors.
+        held = RegionTensors(self.region)
+        held.enter_params(self.buffers.module)
+        try:
+            with self._drawing.again(), self.buffers.shown(self._enter), context:
+                yield
+        finally:
+            held.restore()
 
     def _enter(self, buffer: Tensor) -> Tensor:
         return self.region.enter_shared(buffer.detach())

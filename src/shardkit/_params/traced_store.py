@@ -286,9 +286,10 @@ class TracedSend:
         self.flat = torch.cat(columns, 1).reshape(-1) if columns else zeros(0).reshape(-1)
 
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
-        """Drop the gradients that were sent."""
+        """Drop the gradients, which were sent, or which an exception has left."""
         del pool, fence, by_compute
         self.flat = None
+        self.written = {}
 
     def room(self, streams: CommStreams, pool: SlotPool) -> Tensor:
         """Refuse, since nothing is received."""

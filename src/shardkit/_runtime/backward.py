@@ -205,6 +205,10 @@ class Backward:
         """Whether the user has unsharded a group, and no forward or backward has used it since."""
         return self._schedule.states[group.index].is_user_held
 
+    def leave_gradient(self, grad: Tensor) -> Tensor:
+        """Return what a user sees of the gradient of an unsharded parameter, before the average."""
+        return self._passes.leave_gradient(grad)
+
     def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
         """Handle the arrival of a gradient of a group's outputs."""
         group = self._groups[record.group.index]
@@ -633,7 +637,7 @@ def _combined(
         grad = own
         if used[index]:
             zeros = functools.partial(torch.zeros, dtype=tensor.dtype, device=unsharded.device)
-            local = zeros(tensor.shape) if whole is None else whole
+            local = zeros(tensor.shape) if whole is None else _left(whole, unsharded)
             grad = _divided(averaged(local, tensor), unsharded)
             grad = grad if own is None else grad + own
         if grad is None and not allow_unused:
@@ -645,6 +649,16 @@ def _combined(
             raise RuntimeError(msg)
         grads.append(grad)
     return tuple(grads)
+
+
+def _left(grad: Tensor, unsharded: object) -> Tensor:
+    """Return a gradient as the code sees it that runs the model."""
+    bucket = bucket_showing(unsharded)
+    group = None if bucket is None or bucket.group is None else bucket.group()
+    if group is None or group.listener is None or group.listener.is_user_held(group):
+        return grad
+    seen: Tensor = group.listener.leave_gradient(grad)
+    return seen
 
 
 def _divided(average: Tensor, unsharded: object) -> Tensor:

@@ -17,6 +17,7 @@ from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import StateError
 from shardkit._params.bucket import bucket_showing
 from shardkit._params.traced_store import TracedStore
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors
 
 if TYPE_CHECKING:
@@ -58,42 +59,71 @@ def unpack(saved: Any) -> Tensor:
     return tensor
 
 
-# --- buffers --------------------------------------------------------------------------------------
+# --- buffers and plain parameters -----------------------------------------------------------------
 
 
-class RegionBuffers:
-    """Buffers of modules in a region: while a root's forward runs, modules hold one rank's part."""
+class RegionTensors:
+    """What modules hold beside sharded parameters, while a root's forward runs in a region.
+
+    Of buffers modules hold one rank's part, so that a rank's part is written. Plain parameters are
+    ignored ones, and values of `functional_call`; their gradients are sums over the ranks.
+    """
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._held: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
+        self._buffers: list[tuple[nn.Module, Tensor, Tensor, int]] = []
+        self._held: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
 
     def enter(self, module: nn.Module) -> None:
-        """Let modules hold one rank's part of their buffers, so that a rank's part is written."""
+        """Let modules hold what the region computes with."""
         entered: dict[int, Tensor] = {}
         for child, name, buffer in buffers_of(module):
             if id(buffer) not in entered:
                 entered[id(buffer)] = self._region.enter_shared(buffer.detach())
             local = entered[id(buffer)]
-            version = torch_tensors.version_of(local)
-            self._held.append((child, name, buffer, local, version))
-            child._buffers[name] = local  # noqa: SLF001 - past the checks of `setattr`
+            self._buffers.append((child, buffer, local, torch_tensors.version_of(local)))
+            self._hold(child._buffers, name, buffer, local)  # noqa: SLF001 - past `setattr`
+        self.enter_params(module)
+
+    def enter_params(self, module: nn.Module) -> None:
+        """Let modules hold what the region computes with in place of plain parameters."""
+        entered: dict[int, Tensor] = {}
+        for child, name, param in plain_params_of(module):
+            if id(param) not in entered:
+                whole = param.full_tensor() if isinstance(param, ShardedTensor) else param
+                entered[id(param)] = self._region.enter_shared(whole)
+            self._hold(child._parameters, name, param, entered[id(param)])  # noqa: SLF001
+
+    def _hold(self, holder: dict[str, Any], name: str, whole: Tensor, local: Tensor) -> None:
+        self._held.append((holder, name, whole, local))
+        holder[name] = local
 
     @torch.no_grad()
     def average(self) -> None:
         """Write back the values that forwards wrote to buffers: running statistics, counters."""
         done: set[int] = set()
-        for child, _, buffer, local, version in self._held:
+        for child, buffer, local, version in self._buffers:
             if was_written(child, local, version) and id(buffer) not in done:
                 done.add(id(buffer))
                 buffer.copy_(self._region.leave_shared(self._region.agree(local)))
 
     def restore(self) -> None:
-        """Let modules hold their own buffers again."""
-        for child, name, buffer, local, _ in self._held:
-            if child._buffers.get(name) is local:  # noqa: SLF001
-                child._buffers[name] = buffer  # noqa: SLF001
+        """Let modules hold their own tensors again."""
+        for holder, name, whole, local in self._held:
+            if holder.get(name) is local:
+                holder[name] = whole
         self._held.clear()
+        self._buffers.clear()
+
+
+def plain_params_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the parameters of a module and of those in it that are not sharded, as `buffers_of`."""
+    for child in module.modules():
+        for name, param in child._parameters.items():  # noqa: SLF001 - tied ones as well
+            if param is None or bucket_showing(param) is not None:
+                continue
+            if not (isinstance(param, ShardedTensor) and isinstance(param, nn.Parameter)):
+                yield child, name, param
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -181,6 +211,10 @@ class Passes:
         del group
         return grads
 
+    def leave_gradient(self, grad: Tensor) -> Tensor:
+        """Return what a user sees of the gradient of an unsharded parameter, before the average."""
+        return grad
+
     def end_backward(self, in_use: Callable[[int], bool]) -> None:
         """End a backward."""
 
@@ -202,7 +236,7 @@ class TracedPasses(Passes):
         self._groups = groups
         self._settings = settings
         self._open: contextlib.ExitStack | None = None
-        self._buffers = RegionBuffers(region)
+        self._tensors = RegionTensors(region)
         self._entered: set[int] = set()
         self._comes_from_output = False
 
@@ -224,8 +258,8 @@ class TracedPasses(Passes):
             if self.region.is_spmd:
                 args, kwargs = self._enter_inputs(args, kwargs)
                 self._move(self._groups, self.region.enter_shared, outside=False)
-                stack.callback(self._buffers.restore)
-                self._buffers.enter(module)
+                stack.callback(self._tensors.restore)
+                self._tensors.enter(module)
             else:
                 args, kwargs = super().enter(module, args, kwargs, undo)
             if torch.is_grad_enabled() and not torch_autograd.has_saved_tensors_hooks():
@@ -244,7 +278,7 @@ class TracedPasses(Passes):
         if not self.region.is_spmd:
             self.abandon()
             return output
-        self._buffers.average()
+        self._tensors.average()
         self.abandon()
         for group in self._groups:
             if not in_use(group.index):
@@ -300,6 +334,22 @@ class TracedPasses(Passes):
             return grad
         return self.region.enter_shared(grad.detach()) / self.region.num_ranks
 
+    def leave_gradient(self, grad: Tensor) -> Tensor:
+        """Return the sum over the ranks, in SPMD mode; its graph leads back into the region."""
+        if not self.region.is_spmd:
+            return grad
+        self._watch_graph(grad)
+        return self.region.leave_sum(grad)
+
+    def _watch_graph(self, grad: Tensor) -> None:
+        """Note when a backward by the graph of a gradient, which left the region, comes back."""
+        if grad.requires_grad:
+            grad.register_hook(self._reenter)
+
+    def _reenter(self, grad: Tensor) -> None:
+        self._note_backward(grad)
+        self._move(self._groups, self.region.enter_shared, outside=False)
+
     def end_backward(self, in_use: Callable[[int], bool]) -> None:
         """End a backward, and keep none of its tensors alive."""
         self.region.progress(None)
@@ -342,6 +392,8 @@ class TracedPasses(Passes):
                 is_split = is_batched(tensor) and tensor.shape[0] == length
                 into = self.region.enter_batch if is_split else self.region.enter_shared
                 entered[id(tensor)] = into(tensor)
+                if entered[id(tensor)].requires_grad:
+                    entered[id(tensor)].register_hook(self._watch_graph)
             return entered[id(tensor)]
 
         return map_tensors(enter, args), map_tensors(enter, kwargs)

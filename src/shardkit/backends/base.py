@@ -60,8 +60,9 @@ class Region(Protocol):
     """The part of a program that is traced for each rank.
 
     If one process has all ranks' tensors (`is_spmd`), a tensor is whole outside of the region, and
-    one rank's part inside. `enter_batch`, `leave_batch`, `enter_shared` and `leave_mean` are
-    differentiable. On other meshes a process is a rank, and there is nothing to enter or leave.
+    one rank's part inside. `enter_batch`, `leave_batch`, `enter_shared`, `leave_sum` and
+    `leave_mean` are differentiable. On other meshes a process is a rank, and there is nothing to
+    enter or leave.
     """
 
     is_spmd: bool
@@ -88,6 +89,9 @@ class Region(Protocol):
 
     def leave_shared(self, tensor: Tensor) -> Tensor:
         """Return a tensor that is equal on all ranks. Not differentiable."""
+
+    def leave_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors; its derivative is `enter_shared`."""
 
     def leave_mean(self, tensor: Tensor) -> Tensor:
         """Return the mean over the ranks of a 0-dim floating-point tensor."""

@@ -90,10 +90,10 @@ class SpmdRegion(GraphOrder):
     def enter_shared(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
         there = functools.partial(self.enter, axes=None)
-        return _move(there, self._leave_sum, tensor.to(self.device))
+        return _move(there, self.leave_sum, tensor.to(self.device))
 
-    def _leave_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors; its derivative is `enter_shared`."""
+    def leave_sum(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
         return _move(lambda t: self.leave_shared(self.sum_of_all(t)), self.enter_shared, tensor)
 
     def leave_shared(self, tensor: Tensor) -> Tensor:
