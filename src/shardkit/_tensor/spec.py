@@ -438,7 +438,8 @@ class WholeSpec(ShardSpec):
 
     def annotate_sharding(self, piece: Tensor) -> None:
         """Spread a piece over the devices after it was written as a whole."""
-        self.mesh.backend.region.spread(piece)
+        if piece.device.type == self.mesh.device_type:  # Not a copy on the host.
+            self.mesh.backend.region.spread(piece)
 
 
 class PaddedSpec(ShardSpec):

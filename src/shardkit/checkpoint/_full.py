@@ -161,7 +161,7 @@ def _is_needed(tensor: Tensor, mesh: DeviceMesh) -> bool:
 def _parts(
     tensor: Tensor, dtype: torch.dtype, rooms: dict[torch.device, Tensor]
 ) -> Iterator[Tensor]:
-    """Yield a flattened tensor in order; the next part overwrites the last one. Collective.
+    """Yield a flattened tensor in order; the next part may overwrite the last one. Collective.
 
     `rooms` holds memory for parts, by device, and keeps it from one tensor to the next.
     """
@@ -170,6 +170,11 @@ def _parts(
         yield whole.resolve_conj().resolve_neg().reshape(-1).to(dtype)
         return
     spec = tensor.spec
+    if spec.axis.size == 1:  # Nothing is sent. If operators are traced, room is a large graph.
+        piece = tensor.to_local()[: tensor.numel()]  # There it has padding.
+        for part in piece.split(disk.PART_NBYTES // dtype.itemsize):
+            yield part.to(dtype)
+        return
     if spec.device not in rooms:
         rooms[spec.device] = torch.empty(disk.PART_NBYTES, dtype=torch.uint8, device=spec.device)
     room = rooms[spec.device].view(dtype)

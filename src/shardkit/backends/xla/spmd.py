@@ -98,9 +98,8 @@ class SpmdRegion(GraphOrder):
 
     def leave_shared(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
-        if tensor.ndim == 0:
-            return self.leave(tensor.reshape(1), None, 1).reshape(())
-        return self.leave(tensor, None, 1)
+        # What an earlier graph has computed cannot be annotated, but a view of it can.
+        return self.leave(tensor.unsqueeze(0), None, 1).squeeze(0)
 
     def leave_mean(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
