@@ -106,6 +106,20 @@ def adapted(model: nn.Module, x: Tensor) -> Results:
     return grads_of(model)
 
 
+def adapted_to_two_tasks(model: nn.Module, x: Tensor) -> Results:
+    """MAML: both tasks begin with the same dict, which keeps the parameters."""
+    params = dict(model.named_parameters())
+    losses: Results = []
+    for task in range(2):
+        inner = (functional_call(model, params, (X,)) - task).square().mean()
+        assert all(param is params[name] for name, param in model.named_parameters())
+        grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}
+        losses.append((functional_call(model, fast, (x,)) - task).square().mean())
+    sum(losses, torch.zeros(())).backward()
+    return grads_of(model)
+
+
 # --- transforms -----------------------------------------------------------------------------------
 
 
@@ -189,6 +203,7 @@ USES: dict[str, Callable[[nn.Module, Tensor], Results]] = {
         some_values,
         called_amid_a_step,
         adapted,
+        adapted_to_two_tasks,
         of_inputs,
         of_batches,
         of_batches_while_frozen,
@@ -238,7 +253,9 @@ def test_results_are_those_of_a_plain_model(spawn: Spawn, name: str) -> None:
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["adapted", "own_parameters", "of_inputs", "put_back"])
+@pytest.mark.parametrize(
+    "name", ["adapted", "adapted_to_two_tasks", "own_parameters", "of_inputs", "put_back"]
+)
 def test_with_one_group(spawn: Spawn, name: str) -> None:
     by_rank = spawn(compare, 2, (2,), name, False)
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)

@@ -156,6 +156,27 @@ def copies_of_tied_models(ranks: Ranks) -> Differences:
     return compare_training(TIED, model, plain, ranks=ranks)
 
 
+def copies_of_models_tied_later(ranks: Ranks) -> Differences:
+    """One of the two parameters is held nowhere any more."""
+    plain = TiedModel()
+    apart = copy.deepcopy(plain)
+    apart.head.weight = nn.Parameter(torch.zeros_like(apart.head.weight))
+    model: typing.Any = ranks.shard(TIED, apart)
+    model.head.weight = model.tokens.weight
+    model = copy.deepcopy(model)
+    assert model.head.weight is model.tokens.weight
+    return compare_training(TIED, model, plain, ranks=ranks)
+
+
+def copies_without_a_removed_head(ranks: Ranks) -> Differences:
+    plain = MLP()
+    model: typing.Any = ranks.put(plain)
+    model.head = nn.Linear(5, 5)
+    fully_shard(model, ranks.mesh)
+    del model.head
+    return compare_training(CASES["mlp"], copy.deepcopy(model), plain, ranks=ranks)
+
+
 def wrap_around_an_unsharded_module(ranks: Ranks) -> Differences:
     """The root is sharded while a layer shows its unsharded parameters."""
     plain = MLP()
@@ -168,7 +189,14 @@ def wrap_around_an_unsharded_module(ranks: Ranks) -> Differences:
 
 
 @pytest.mark.parametrize(
-    "train", [modules_in_two_places, copies_of_tied_models, wrap_around_an_unsharded_module]
+    "train",
+    [
+        modules_in_two_places,
+        copies_of_tied_models,
+        copies_of_models_tied_later,
+        copies_without_a_removed_head,
+        wrap_around_an_unsharded_module,
+    ],
 )
 @on_meshes((2,))
 def test_what_is_no_tie_or_a_good_one(run: Run, train: Callable[[Ranks], Differences]) -> None:

@@ -268,6 +268,25 @@ def warn_of_shared_memory(found: list[ParamEntry], mesh: DeviceMesh) -> None:
             warn_user(msg, is_first_rank=mesh.is_first_rank)
 
 
+def warn_of_lost_classes(found: list[ParamEntry], mesh: DeviceMesh) -> None:
+    """Warn of a trained subclass of Parameter: optimizers that ask for it take it for a plain one.
+
+    Those that gather themselves, and quantized weights, have ways of their own.
+    """
+    for item in found:
+        param: Any = item.param
+        cls = type(param)
+        is_subclass = issubclass(cls, nn.Parameter) and cls is not nn.Parameter
+        if is_subclass and param.requires_grad and not hasattr(param, "fsdp_pre_all_gather"):
+            msg = (
+                f"parameter {item.name!r} is a {cls.__name__}: fully_shard keeps its values and "
+                f"attributes, but not its class. An optimizer that asks for the class trains it as "
+                f"a plain parameter. If yours does, pass it in ignored_params, and average its "
+                f"gradient over the ranks."
+            )
+            warn_user(msg, is_first_rank=mesh.is_first_rank)
+
+
 def _memory_of(param: Any) -> tuple[torch.UntypedStorage, int] | None:
     """Return the storage of a parameter and its first element in it; None if it has none."""
     part = param.to_local() if tensor_parallel_of(param) is not None else param

@@ -249,6 +249,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     checks.check_params(candidates, shard_mesh, offload_policy)
     _detach_computed_weights(candidates)
     checks.warn_of_shared_memory(candidates, shard_mesh)
+    checks.warn_of_lost_classes(candidates, shard_mesh)
     group = None
     whole_nbytes = sum(item.param.nbytes for item in candidates if item.param.device.type == "cpu")
     if candidates:

@@ -89,6 +89,7 @@ class ParamSites:
         self._unsharded = unsharded
         self.is_visible = False
         self._given: dict[int, Any] = {}
+        self._returned: set[int] = set()
         self.was_visible: bool | None = None
         self._rnn_places: list[tuple[nn.RNNBase, str]] = []
 
@@ -218,22 +219,28 @@ class ParamSites:
         for index, given in self._given.items():
             params, attribute, _, _ = self._places[index]
             params[attribute] = given
+        self._returned.update(self._given)
         self._given.clear()
 
     def forget_given(self) -> None:
         """Forget a `functional_call` that an interrupt has ended; it has put back what it saved."""
         self._given.clear()
+        self._returned.clear()
         self.was_visible = None
 
     def end_functional_call(self, *, has_memory: bool) -> None:
-        """Restore what modules held before a `functional_call`, which puts back what it saved."""
+        """Restore what modules held before a `functional_call`, which puts back what it saved.
+
+        It also writes to the caller's dict what it then finds where it has put something.
+        """
         was_visible = self.was_visible
         self.show(unsharded=False)
+        returned, self._returned = self._returned, set()
         self.was_visible = None
         if was_visible and has_memory:
             self.is_visible = True
-            for params, attribute, sharded, whole in self._places:
-                if params.get(attribute) is sharded:
+            for index, (params, attribute, sharded, whole) in enumerate(self._places):
+                if params.get(attribute) is sharded and index not in returned:
                     params[attribute] = whole
             self._update_rnns()
 

@@ -654,8 +654,9 @@ def unwritten(entry: Any, number: int = 0) -> KnownValue:
 
 
 def _copied(entry: ParamEntry, memo: dict[int, Any]) -> ParamEntry:
-    sites = [(memo[id(module)], attribute) for module, attribute in entry.sites]
-    return ParamEntry(entry.name, memo[id(entry.param)], sites)
+    """Return the entry of a copy; most is in `memo`, but the model may not hold all of it now."""
+    sites = [(copy.deepcopy(module, memo), attribute) for module, attribute in entry.sites]
+    return ParamEntry(entry.name, copy.deepcopy(entry.param, memo), sites)
 
 
 def move_buffers(module: nn.Module, backend: Backend) -> None:

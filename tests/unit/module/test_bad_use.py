@@ -98,6 +98,20 @@ def test_lazy_modules_before_their_first_forward(by: str) -> None:
     assert trains(fully_shard(model, mesh))
 
 
+class OnSphere(nn.Parameter):
+    """As geoopt's, whose optimizers ask for the class."""
+
+
+def test_a_trained_parameter_loses_its_class() -> None:
+    mesh, _ = recording_mesh((4,))
+    model: typing.Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = OnSphere(model[0].weight.detach())
+    model[1].weight = OnSphere(model[1].weight.detach(), requires_grad=False)
+    with pytest.warns(UserWarning, match=r"'0\.weight' is a OnSphere: .* not its class") as found:
+        fully_shard(model, mesh)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("of", [set, list, iter])
 def test_ignored_parameters_may_come_one_by_one(of: Callable[[object], typing.Any]) -> None:
     """`parameters()` of a module yields each of them only once."""
