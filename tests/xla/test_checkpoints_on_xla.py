@@ -124,10 +124,11 @@ def test_a_checkpoint_from_the_cpu_is_read_on_xla(mesh: DeviceMesh, tmp_path: pa
     assert_same(whole(pair), expected)
 
 
-@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+@pytest.mark.parametrize(("kind", "shape"), [("torch", "mesh"), ("safetensors", "mesh_2d")])
 def test_whole_models_are_written_and_read(
-    kind: typing.Any, mesh: DeviceMesh, tmp_path: pathlib.Path
+    kind: typing.Any, shape: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
+    mesh = request.getfixturevalue(shape)
     pair = trained(mesh, steps=1)
     checkpoint.save_full(tmp_path / "whole", pair.sharded, format=kind)
     fresh = Pair(XlaRanks(mesh), "tiny")

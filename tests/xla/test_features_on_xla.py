@@ -151,6 +151,18 @@ def test_parameters_may_be_looked_at_between_forward_and_backward(mesh: DeviceMe
     pair.step()
 
 
+def test_parameters_that_an_earlier_graph_has_left_may_be_looked_at(mesh: DeviceMesh) -> None:
+    pair = Pair(XlaRanks(mesh), "mlp", reshard_after_forward=False)
+    with torch.no_grad():
+        pair.losses(pair.draw())
+    torch_xla.sync()
+    for ours, theirs in zip(pair.sharded.layers, pair.plain.layers, strict=True):
+        ours.unshard()
+        assert torch.equal(ours.weight.detach().cpu(), theirs.weight.detach())
+        ours.reshard()
+    pair.step()
+
+
 @pytest.mark.parametrize("runs_before", [False, True])
 def test_by_hand_and_in_forward_in_one_backward_is_an_error(
     runs_before: bool, mesh: DeviceMesh
