@@ -320,6 +320,12 @@ COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
     "reduce": partial(dist.reduce, dst=0),
     "recv": partial(dist.recv, src=0),
     "reduce_scatter": lambda t: dist.reduce_scatter(t, [torch.ones(t.shape, dtype=t.dtype)] * 2),
+    "functional all_reduce": lambda t: torch.ops._c10d_functional.all_reduce_(  # noqa: SLF001
+        t, "sum", dist.group.WORLD.group_name
+    ),
+    "functional broadcast": lambda t: torch.ops._c10d_functional.broadcast_(  # noqa: SLF001
+        t, 0, dist.group.WORLD.group_name
+    ),
 }
 
 
@@ -536,6 +542,8 @@ def test_copies_have_gradients_where_torch_copies_them() -> None:
         tensor = parameter.detach().clone().requires_grad_()
         tensor.grad = parameter.grad
         assert copy.deepcopy(tensor).grad is not None
+    with pytest.raises(ShardedTensorError, match=r"cannot be deep-copied.*Copy its detach\(\)"):
+        copy.deepcopy(sharded.matrix * 2)
 
 
 def convert_module_dtype(mesh_shape: tuple[int, ...]) -> None:
