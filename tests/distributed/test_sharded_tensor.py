@@ -724,6 +724,16 @@ def test_reductions_are_those_of_the_whole_tensor(
     assert_nothing_wrong(run_on(spawn, wrong_reductions, mesh_shape))
 
 
+@on_ranks(2)
+def test_a_list_of_norms_refuses_integers_on_all_ranks() -> None:
+    """The second rank holds nothing, so nothing would raise there."""
+    _, sharded = whole_and_sharded((2,), {"one": (1,)})
+    one = sharded.one.detach()
+    for tensors in ([one.long()], [one, one > 0], [one.int(), one]):
+        with pytest.raises(RuntimeError, match="floating-point or complex numbers"):
+            torch._foreach_norm(tensors)  # noqa: SLF001
+
+
 def put_nan_into_first(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.view(-1)[0] = math.nan
