@@ -224,6 +224,12 @@ def find_matrices(
         if rows < 1:
             continue
         wanted = rank_of(piece.name, (rows, columns)) if callable(rank_of) else rank_of
+        if not isinstance(wanted, int):
+            msg = (
+                f"the rank of {piece.name!r} must be an int, or 0 to send it uncompressed; the "
+                f"function of PowerSGD returned {wanted!r} for {rows} rows and {columns} columns."
+            )
+            raise StateError(msg)
         rank = min(wanted, rows, columns)
         if rank > 0 and (rows + columns) * rank * min_rate <= rows * columns:
             start = piece.offset + first * columns - piece.start

@@ -48,11 +48,31 @@ class Layout:
     options: tuple[str, ...] = ()
 
 
+class Around(nn.Module):
+    """A module around another one, as wrappers make it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """Call the inner module."""
+        result: torch.Tensor = self.inner(*args)
+        return result
+
+
+def sharded_inside(module: nn.Module, **options: typing.Any) -> nn.Module:
+    """Shard a module, and return another one around experts."""
+    sharded: nn.Module = shardkit.fully_shard(module, **options)
+    return Around(sharded) if isinstance(module, Experts) else sharded
+
+
 OPTIONS: dict[str, typing.Any] = {
     "balanced": {"policy": None},
     "list": {"policy": {("blocks.0", "blocks.1"): {}}},
     "checkpointed": {"before": checkpoint_module},
     "by the caller": {"auto_wrapper_callable": shardkit.fully_shard},
+    "inside of others": {"auto_wrapper_callable": sharded_inside},
     "whole norms": {"shard_placement_fn": lambda p: Replicate() if p.ndim == 1 else None},
     "fp32": {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64)},
     "zero2": {"strategy": "zero2"},
@@ -128,6 +148,7 @@ LAYOUTS = [
     Layout((2, 2), names=("ep", "fsdp"), options=("list", "zero2")),
     Layout((4, 1), options=("balanced",)),
     Layout((2, 2), options=("by the caller",)),
+    Layout((2, 2), options=("inside of others",)),
 ]
 
 

@@ -27,6 +27,7 @@ from reference import (
 from shardkit import (
     CheckpointError,
     CPUOffloadPolicy,
+    GradientPiece,
     MixedPrecisionPolicy,
     StateError,
     compression,
@@ -38,7 +39,6 @@ if typing.TYPE_CHECKING:
     import pathlib
     from collections.abc import Sequence
 
-    from shardkit import GradientPiece
     from workers import Spawn
 
 pytestmark = pytest.mark.helpers
@@ -426,6 +426,9 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(StateError, match=text):
             PowerSGD(**options)
+    piece = GradientPiece("weight", (8, 8), 0, 64, 0)
+    with pytest.raises(StateError, match=r"rank of 'weight' must be an int.*returned 2\.0 for 8 "):
+        compression.find_matrices([piece], lambda _, shape: shape[0] / 4, 1.0)
     hook = PowerSGD()
     for call in (hook.state_dict, lambda: hook.load_state_dict({})):
         with pytest.raises(StateError, match="this PowerSGD belongs to no model"):

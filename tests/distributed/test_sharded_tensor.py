@@ -320,6 +320,12 @@ COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
     "reduce": partial(dist.reduce, dst=0),
     "recv": partial(dist.recv, src=0),
     "reduce_scatter": lambda t: dist.reduce_scatter(t, [torch.ones(t.shape, dtype=t.dtype)] * 2),
+    "functional all_reduce": lambda t: torch.ops._c10d_functional.all_reduce_(  # noqa: SLF001
+        t, "sum", dist.group.WORLD.group_name
+    ),
+    "functional broadcast": lambda t: torch.ops._c10d_functional.broadcast_(  # noqa: SLF001
+        t, 0, dist.group.WORLD.group_name
+    ),
 }
 
 
@@ -536,6 +542,8 @@ def test_copies_have_gradients_where_torch_copies_them() -> None:
         tensor = parameter.detach().clone().requires_grad_()
         tensor.grad = parameter.grad
         assert copy.deepcopy(tensor).grad is not None
+    with pytest.raises(ShardedTensorError, match=r"cannot be deep-copied.*Copy its detach\(\)"):
+        copy.deepcopy(sharded.matrix * 2)
 
 
 def convert_module_dtype(mesh_shape: tuple[int, ...]) -> None:
@@ -714,6 +722,16 @@ def test_reductions_are_those_of_the_whole_tensor(
 ) -> None:
     """Also of parameters smaller than the number of ranks, of which some ranks hold nothing."""
     assert_nothing_wrong(run_on(spawn, wrong_reductions, mesh_shape))
+
+
+@on_ranks(2)
+def test_a_list_of_norms_refuses_integers_on_all_ranks() -> None:
+    """The second rank holds nothing, so nothing would raise there."""
+    _, sharded = whole_and_sharded((2,), {"one": (1,)})
+    one = sharded.one.detach()
+    for tensors in ([one.long()], [one, one > 0], [one.int(), one]):
+        with pytest.raises(RuntimeError, match="floating-point or complex numbers"):
+            torch._foreach_norm(tensors)  # noqa: SLF001
 
 
 def put_nan_into_first(model: nn.Module) -> None:

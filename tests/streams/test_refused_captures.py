@@ -297,6 +297,31 @@ def test_what_cannot_be_captured_is_named_and_training_goes_on(spawn: Spawn) -> 
         assert "cpu:gloo,cuda:nccl" in found["engine"]
 
 
+def fail_in_warm_up() -> list[tuple[int, bool]]:
+    """Return, after each call, the number of calls and whether the step is captured."""
+    found = []
+    with simulation() as run:
+        training = Training(run)
+        inner, failures = whole_step(training), iter([True, True])
+
+        def step(batch: Tensor) -> Tensor:
+            if next(failures, False):
+                raise ValueError
+            return inner(batch)
+
+        captured = shardkit.capture(step, training.model, warm_up=2)
+        for index in range(5):
+            with contextlib.suppress(ValueError):
+                captured(training.batch(index))
+            found.append((captured.num_calls, captured.is_captured))
+    return found
+
+
+def test_calls_that_raised_do_not_count_as_warm_up(spawn: Spawn) -> None:
+    for found in spawn(fail_in_warm_up, 2):
+        assert found == [(0, False), (0, False), (1, False), (2, False), (3, True)]
+
+
 def refuse_on_gloo() -> str:
     model = nn.Linear(3, 3)
     shardkit.fully_shard(model, shardkit.init_device_mesh("cpu", (1,)))

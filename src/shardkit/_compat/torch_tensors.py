@@ -258,8 +258,11 @@ def operator_name(operator: Any) -> str:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor so far; there is no public way to ask."""
-    return tensor._version
+    """Return the number of writes to a tensor so far; there is no public way to ask.
+
+    Tensors that were made in inference mode have none: nothing writes to them outside of it.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -287,7 +290,7 @@ def is_composite_op(func: Any) -> bool:
 
 def is_collective(func: Any) -> bool:
     """Whether an operator is a collective of ``torch.distributed``, such as ``all_reduce``."""
-    return bool(func.namespace == "c10d")
+    return func.namespace in ("c10d", "_c10d_functional")
 
 
 @functools.cache
@@ -296,7 +299,7 @@ def written_arguments(func: Any) -> tuple[tuple[int | str, ...], tuple[str, ...]
 
     They are given by position, and keyword-only arguments by name (``out=``).
     """
-    if is_collective(func):  # Their schemas do not tell.
+    if func.namespace == "c10d":  # Their schemas do not tell.
         return ((0,) if func.name().endswith("_") else ()), ()
     changed: list[int | str] = []
     filled: list[str] = []

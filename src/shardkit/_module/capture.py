@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import operator
 from dataclasses import fields
@@ -277,13 +276,13 @@ class _Updates:
     def _numbers_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Return the current settings, so that a later change in place does not change these."""
 
-        def copied(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.device.type != self._device_type:
-                return value.tolist()  # A graph holds the values of the host's tensors.
-            return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.device.type != self._device_type:
+                return leaf.tolist()  # A graph holds the values of the host's tensors.
+            return set(leaf) if isinstance(leaf, set) else leaf
 
         return [
-            {key: copied(value) for key, value in group.items() if key != "params"}
+            {key: map_leaves(value, copied) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
 
@@ -372,7 +371,7 @@ class CapturedStep(Generic[P, R]):
     """A captured step, as `capture` returns it; call it like the step.
 
     Attributes:
-        num_calls: Number of calls so far.
+        num_calls: Number of calls that have returned.
     """
 
     def __init__(self, step: Callable[P, R], models: Sequence[nn.Module], warm_up: int) -> None:
@@ -434,15 +433,16 @@ class CapturedStep(Generic[P, R]):
             self._inputs = _Inputs(self._name, given, self._device)
         else:
             self._inputs.fill(given)
+        if self.num_calls < self._warm_up:
+            result: R = self._run_once()
+        else:
+            if not self.is_captured:
+                self._capture()
+            self._graph.replay(self._name)
+            self._gradients.show()
+            torch.autograd.graph.increment_version(self._written)
+            result = map_tensors(torch.clone, self._result)
         self.num_calls += 1
-        if self.num_calls <= self._warm_up:
-            return self._run_once()  # type: ignore[no-any-return]
-        if not self.is_captured:
-            self._capture()
-        self._graph.replay(self._name)
-        self._gradients.show()
-        torch.autograd.graph.increment_version(self._written)
-        result: R = map_tensors(torch.clone, self._result)
         return result
 
     def _check(self) -> None:

@@ -535,6 +535,12 @@ class ShardedTensor(ClientAnswers):
         if id(self) in memo:
             done: ShardedTensor = memo[id(self)]
             return done
+        if not self.is_leaf:
+            msg = (
+                f"a result of operators on sharded {self.spec.name!r} cannot be deep-copied: as in "
+                f"torch, only tensors without a history can. Copy its detach()."
+            )
+            raise ShardedTensorError(msg)
         with torch.no_grad():
             result = ShardedTensor(self.local_piece.detach().clone(), self.spec)
         memo[id(self)] = result

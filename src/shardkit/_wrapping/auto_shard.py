@@ -284,7 +284,7 @@ def _meshes_of(
 
 
 def _is_shape(mesh: Any) -> bool:
-    return isinstance(mesh, int) or (
+    return (isinstance(mesh, int) and not isinstance(mesh, bool)) or (
         isinstance(mesh, (tuple, list)) and all(isinstance(size, int) for size in mesh)
     )
 

@@ -350,6 +350,14 @@ class Unit:
             offload=self.arguments["offload_policy"],
         )
 
+    def prepare(
+        self, model: nn.Module, prepare: Callable[[nn.Module, dict[str, Any]], Any]
+    ) -> None:
+        """Call `prepare` on the modules; go on with those that it returns, unless it shards."""
+        prepared = [_prepared(model, module, prepare, self.arguments) for module in self.modules]
+        if all(get_state(module) is None for module in self.modules):
+            self.modules = prepared  # Else these may be around the sharded ones.
+
     def shard(self) -> None:
         """Call `fully_shard`, unless a callable that prepares modules has done so."""
         modules: Any = self.modules
@@ -664,10 +672,7 @@ class ShardPlan:
                 unit.arguments["ignored_params"] = {made.get(param, param) for param in ignored}
         for unit in self._units:
             if self._prepare is not None and not unit.is_root:
-                unit.modules = [
-                    _prepared(self.model, module, self._prepare, unit.arguments)
-                    for module in unit.modules
-                ]
+                unit.prepare(self.model, self._prepare)
             unit.shard()
         if self.strategy is not None:
             self.strategy.prepare(self.model)

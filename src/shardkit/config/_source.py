@@ -183,8 +183,11 @@ def _check_size(node: Any, path: Path) -> None:
 def _of_node(yaml: Any, name: str, node: Any, source: str) -> Section:
     entries: dict[str, Setting] = {}
     for key_node, value in node.value:
-        key = str(_value_of(yaml, key_node))
         place = SourceLine(source, key_node.start_mark.line + 1)
+        if key_node.value == "<<":
+            msg = f"{place}: << (a merge key of YAML) is not supported. Write its fields here."
+            raise ConfigError(msg)
+        key = str(_value_of(yaml, key_node))
         if key in entries:
             msg = f"{place}: {key} stands here and at {entries[key].place}. Keep one of them."
             raise ConfigError(msg)

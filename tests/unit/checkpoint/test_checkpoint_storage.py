@@ -377,6 +377,19 @@ def test_keep_last_leaves_the_newest_and_nothing_half(tmp_path: pathlib.Path) ->
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plain", "step-3", "step-4"]
 
 
+def test_a_directory_that_cannot_be_searched_costs_no_checkpoint(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> typing.NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(directory, "_recover_all", refuse)
+    with pytest.warns(UserWarning, match="could not be searched for older .*Stale file handle"):
+        checkpoint.save(tmp_path / "step-1", step=1, keep_last=2)
+    monkeypatch.undo()
+    assert checkpoint.load(tmp_path / "step-1") == {"step": 1}
+
+
 def test_keep_last_saves_the_only_copy_that_a_killed_run_left(tmp_path: pathlib.Path) -> None:
     only = checkpoint.save(tmp_path / "best", step=1)
     only.rename(tmp_path / ".best.replaced")

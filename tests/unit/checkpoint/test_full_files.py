@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import resource
 import types
 import typing
 import zipfile
@@ -345,6 +346,20 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(
             write_full(tmp_path / name, infos, [("a", torch.ones(3))], format)
         assert (tmp_path / name).read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("limit_nbytes", [100, 500, 1000])
+def test_a_full_disk_is_named(tmp_path: pathlib.Path, limit_nbytes: int) -> None:
+    """A limit for the size of files raises where a full disk would."""
+    infos = {each: TensorInfo((3,), torch.float32) for each in "ab"}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_nbytes, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_full(tmp_path / "x.pt", infos, [], "torch")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["write_synced", "_is_linked"])

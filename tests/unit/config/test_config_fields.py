@@ -509,6 +509,7 @@ def test_all_errors_of_a_file_come_at_once_with_their_lines(tmp_path: pathlib.Pa
         ("a: 1\nb: [", r"fsdp.yaml:2: this is not YAML"),
         ("a: \0", r"fsdp.yaml: this is not YAML: unacceptable character"),
         ("a: 2024-13-45", r"fsdp.yaml:1: there is no field 'a'"),
+        ("a: &b\n  c: 1\n<<: *b\n", r"fsdp.yaml:3: << \(a merge key of YAML\) is not supported"),
         ("use_cpu: true\nuse_cpu: false\n", r"fsdp.yaml:2: use_cpu stands here and at .*yaml:1"),
         ("- a\n", r"fsdp.yaml:1: this is not a config file"),
         ("", r"fsdp.yaml:1: this is not a config file"),

@@ -134,6 +134,35 @@ def test_what_is_read_before_it_is_written_is_the_same_again() -> None:
         assert torch.equal(found, expected), name
 
 
+class Caching(nn.Module):
+    """Makes a table when it is first needed, and counts its forwards by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("table", None)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(6.0)
+        self.count = self.count + 1
+        return torch.tanh(self.linear(x + self.table + self.count)) * scale
+
+
+def test_buffers_may_be_made_in_inference_mode() -> None:
+    plain = Caching()
+    kept = checkpoint_module(copy.deepcopy(plain))
+    x = torch.randn(3, 6)
+    for model in (plain, kept):
+        with torch.inference_mode():
+            model(x)
+    for _ in range(2):
+        for found, expected in zip(gradients(kept, x), gradients(plain, x), strict=True):
+            assert torch.equal(found, expected)
+    assert kept.count == plain.count == 3
+
+
 def test_only_buffers_that_are_written_are_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     original = activation_checkpoint.copy_of_buffer

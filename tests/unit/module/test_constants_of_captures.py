@@ -36,3 +36,14 @@ def test_a_learning_rate_that_is_a_tensor(device_type: str) -> None:
         return
     with pytest.raises(StateError, match=r"'lr' of SGD was 0\.5, and now it is 0\.25"):
         updates.check()
+
+
+def test_tensors_of_the_host_in_a_tuple() -> None:
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), torch.tensor(0.5), betas=betas)
+    updates = _Updates("step", "cuda")
+    updates.note(optimizer)
+    updates.check()
+    betas[0].fill_(0.5)
+    with pytest.raises(StateError, match=r"'betas' of Adam was \(0\.8999.*now it is \(0\.5, "):
+        updates.check()

@@ -106,3 +106,23 @@ def test_a_list_of_tensors_that_do_not_lie_end_to_end(params: list[Tensor]) -> N
     expected = [p + s for p, s in zip(*map(pieces_of, (params, mixed)), strict=True)]
     torch._foreach_add_(params, mixed)
     assert_equal(params, expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_results_have_the_dtype_of_each_entry(rank: int) -> None:
+    """Also where this rank holds nothing of an entry."""
+    mesh, _ = recording_mesh((2,), rank=rank)
+    lists = []
+    for dtypes in ([torch.float32, torch.bfloat16], [torch.float64, torch.bfloat16]):
+        modules = [nn.Linear(9, 9), nn.Linear(1, 1, bias=False)]
+        for module, dtype in zip(modules, dtypes, strict=True):
+            fully_shard(module.to(dtype), mesh)
+        lists.append([p.detach() for module in modules for p in module.parameters()])
+    first, other = lists
+    found = torch._foreach_mul(first, 2.0), torch._foreach_mul(other, other)
+    for items, results in zip((first, other), found, strict=True):
+        for item, result in zip(items, results, strict=True):
+            assert result.dtype == piece_of(result).dtype == item.dtype
+            assert torch.equal(
+                piece_of(result), piece_of(item) * (2 if items is first else piece_of(item))
+            )

@@ -172,6 +172,8 @@ def test_a_shape_can_only_be_planned_for() -> None:
     plan = auto_shard(Stack(), (8, 64), Block, apply=False)
     with pytest.raises(WrapError, match=r"made for a mesh shape, \(8, 64\)"):
         plan.apply()
+    with pytest.raises(MeshError, match=r"mesh must be a .*, got bool"):
+        auto_shard(Stack(), mesh=True, apply=False)
     with pytest.raises(MeshError, match="positive numbers"):
         mesh_of_shape((0,))
 

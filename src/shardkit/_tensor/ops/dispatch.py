@@ -8,6 +8,7 @@ of these kinds, but torch does not say so.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ from shardkit._tensor.written_values import constant, note_update, note_written
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardkit._tensor.spec import ShardSpec
 
@@ -133,10 +134,37 @@ def join(items: Any, runs: Sequence[PieceRun]) -> Any:
     return [run.join(items) for run in runs]
 
 
+_dtype_of = operator.attrgetter("dtype")
+
+
+def _pieces(arg: Any) -> Any:
+    """Return the pieces of a list of sharded tensors, and other arguments as they are."""
+    is_list = isinstance(arg, (list, tuple)) and type(arg[0]) is ShardedTensor
+    return [item.local_piece for item in arg] if is_list else arg
+
+
 def over_flats(
-    flats: Sequence[Tensor], runs: Sequence[PieceRun], items: Sequence[ShardedTensor]
+    flats: Sequence[Tensor],
+    runs: Sequence[PieceRun],
+    items: Sequence[ShardedTensor],
+    *,
+    args: Sequence[Any],
+    on_pieces: Callable[[], Sequence[Tensor]],
 ) -> list[ShardedTensor]:
-    """Return tensors cut like `items`, over one flat for each run."""
+    """Return tensors cut like `items`, over one flat for each run.
+
+    Args:
+        flats: Results of an operator on the runs.
+        runs: The runs.
+        items: The operator's first list.
+        args: The operator's arguments.
+        on_pieces: Function that runs the operator on each piece.
+    """
+    for arg in args:
+        is_sharded = isinstance(arg, (list, tuple)) and type(arg[0]) is ShardedTensor
+        if is_sharded and len(set(map(_dtype_of, arg))) > 1:
+            # Entries of which this rank holds nothing are in no run, and may have another dtype.
+            return [wrap(r, of.spec) for r, of in zip(on_pieces(), items, strict=True)]
     result: list[Any] = [None] * len(items)
     for run, flat in zip(runs, flats, strict=True):
         for position in run.positions:
@@ -285,7 +313,9 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             wrap(item, of.spec) if type(of) is ShardedTensor else item
             for item, of in zip(result, first, strict=True)
         ]
-    return over_flats(result, runs, first)
+    return over_flats(
+        result, runs, first, args=args, on_pieces=lambda: func(*map(_pieces, args), **kwargs)
+    )
 
 
 def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> bool:

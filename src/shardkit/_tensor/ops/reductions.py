@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardkit._compat import torch_tensors
+from shardkit._errors import ShardedTensorError
 from shardkit._tensor.client_answers import ClaimsClass
 from shardkit._tensor.ops.wholes import all_reduce, first_sharded, gathered, refuse, whole
 from shardkit._tensor.sharded import ShardedTensor
@@ -320,12 +321,16 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
     empty = _INF if order == -_INF else 0.0
     pieces = [piece.abs() if piece.is_complex() else piece for piece in pieces]
     dtype = None if dtype is None else dtype.to_real()
+    kinds = {piece.dtype for piece in pieces}
+    for kind in kinds:
+        if not kind.is_floating_point:  # Also on ranks whose pieces are empty.
+            msg = f"a norm needs tensors of floating-point or complex numbers, got {kind}."
+            raise ShardedTensorError(msg)
     filled = [i for i, piece in enumerate(pieces) if piece.numel() > 0]
     if not filled:
         return torch.full((len(pieces),), empty, dtype=torch.float64, device=pieces[0].device)
     if order in (1.0, 2.0, _INF):
         wide = None
-        kinds = {piece.dtype for piece in pieces}
         widest = functools.reduce(torch.promote_types, kinds)
         if dtype is not None or len(kinds) > 1 or widest.itemsize < torch.float32.itemsize:
             wide = torch.promote_types(dtype or widest, torch.float32)

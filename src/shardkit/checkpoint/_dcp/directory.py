@@ -495,6 +495,11 @@ def prune(path: Path, keep_last: int) -> None:
 
     Cost: reads the manifests and `.metadata` of those that stay.
     """
+    with _warning(path.parent, "could not be searched for older checkpoints"):
+        _prune(path, keep_last)
+
+
+def _prune(path: Path, keep_last: int) -> None:
     asides = list(asides_in(path.parent))  # First, as in `prepare`.
     _recover_all(path.parent)
     try:
@@ -540,12 +545,12 @@ def _delete_if(path: Path, header: Header) -> None:
 
 
 @contextlib.contextmanager
-def _warning(path: Path) -> Iterator[None]:
-    """Turn an error of deleting into a warning: the new checkpoint is complete."""
+def _warning(path: Path, what: str = "could not be deleted") -> Iterator[None]:
+    """Turn an error of the disk into a warning: the new checkpoint is complete."""
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{path} could not be deleted: {error}", stacklevel=4)
+        warnings.warn(f"{path} {what}: {error}", stacklevel=4)
 
 
 def delete(path: Path, target: Path) -> None:

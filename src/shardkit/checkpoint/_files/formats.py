@@ -327,11 +327,11 @@ def torch_writer(
         if info.dtype in _QUANTIZED:
             msg = f"{name!r} has dtype {info.dtype}, which is no dtype of plain elements."
             raise CheckpointError(msg)
-    path.open("wb").close()  # torch's error would not name the file.
     empties = {name: without_memory(info) for name, info in infos.items()}
     tree = arrange(empties)
-    with torch.serialization.skip_data():
-        torch.save(tree, path)
+    # Not by its path: torch's own errors name neither the file nor a full disk.
+    with path.open("wb") as file, torch.serialization.skip_data():
+        torch.save(tree, file)
     # In pickle's order: each storage when pickle meets it for the first time.
     found = list(iter_tensors(tree, depth=0))
     sparse = next(filter(is_sparse, found), None)
@@ -342,8 +342,8 @@ def torch_writer(
         )
         raise CheckpointError(msg)
     storages = {id(storage): storage for storage in map(Tensor.untyped_storage, found)}
-    with path.open("rb") as file:
-        extents = storage_entries(file)
+    with path.open("rb") as written:
+        extents = storage_entries(written)
     if len(extents) != len(storages):
         msg = (
             "an entry that is no tensor holds an object with tensors in it. Keep such tensors in "
