@@ -464,8 +464,8 @@ class Twins:
     @action
     def scaled_step(self, way: int) -> None:
         """Train a step by scaled losses, of which that of one rank may overflow."""
-        if not any(param.requires_grad for param in self.plain.parameters()):
-            return  # A scaler refuses steps without a gradient.
+        if self.pending or not any(param.requires_grad for param in self.plain.parameters()):
+            return  # What waits is not scaled; and a scaler refuses steps without a gradient.
         factor = torch.ones(self.mesh.size(), dtype=torch.float64)
         factor[way % len(factor)] = torch.inf if way > 4 else 1
         factors = factor.repeat_interleave(ROWS), factor[self.mesh.get_rank()].expand(ROWS)
@@ -484,7 +484,6 @@ class Twins:
             scales.append(scaler.get_scale())
             net.zero_grad()
         assert scales[0] == scales[1], f"scale {scales[1]}, not {scales[0]}"
-        self.pending.clear()
 
     @keeping
     def zero_grad(self, way: int) -> None:
@@ -1156,7 +1155,8 @@ class Twins:
         if way % 2:
             self.new_optimizers()
         else:
-            self.groups[0].append(["head.weight", "head.bias"])
+            own_group = ["head.weight", "head.bias"]
+            self.groups = [[*self.groups[0], own_group], *self.groups[1:]]
             for optimizers, net in zip(self.optimizers, self.both, strict=True):
                 optimizers[0].add_param_group({"params": list(net.head.parameters())})
         self.forget_head()
