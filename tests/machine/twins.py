@@ -65,9 +65,9 @@ KEEPING: set[str] = set()
 """Names of actions after which an output from before may still go backward."""
 LAYOUTS = (
     *("layers", "one group", "list", "kept", "parts", "mapping", "recomputed", "meshes"),
-    *("compressed", "offloaded", "tied", "replicated", "two dtypes", "cast", "reduced"),
+    *("offloaded", "tied", "replicated", "compressed", "two dtypes", "cast", "reduced"),
 )
-"""Ways to shard. In the last three some numbers are computed in fp32."""
+"""Ways to shard. In the last four some numbers are computed in fp32."""
 ALIKE = LAYOUTS[:8]
 """Those in which a checkpoint of one of the others goes on, here."""
 
@@ -376,7 +376,7 @@ class Twins:
             return f"{ours.dtype} of shape {tuple(ours.shape)}, not {tuple(theirs.shape)}"
         apart = (ours - theirs).abs().max().item()
         scale = theirs.abs().max().item()
-        tolerance = TOLERANCES[torch.float32 if self.layout in LAYOUTS[-3:] else ours.dtype]
+        tolerance = TOLERANCES[torch.float32 if self.layout in LAYOUTS[-4:] else ours.dtype]
         if apart <= tolerance * (scale + 1e-3):
             return None
         return f"differs by {apart:.1e} of {scale:.1e}"
@@ -1011,7 +1011,7 @@ class Twins:
     def swap_blocks(self, first: int, second: int) -> None:
         """Let two blocks exchange their places, and so the names of their parameters."""
         old = {param: name for name, param in self.plain.named_parameters()}
-        first, second = first % DEPTH, second % DEPTH
+        first, second = (0, 2) if self.layout == "tied" else (first % DEPTH, second % DEPTH)
         for net in self.both:
             blocks = net.blocks
             blocks[first], blocks[second] = blocks[second], blocks[first]
