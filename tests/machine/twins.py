@@ -462,22 +462,20 @@ class Twins:
                     optimizer.step()
 
     @action
-    def scaled_step(self, way: int) -> None:
-        """Train a step by scaled losses, of which that of one rank may overflow."""
-        if self.pending or not any(param.requires_grad for param in self.plain.parameters()):
-            return  # What waits is not scaled; and a scaler refuses steps without a gradient.
-        factor = torch.ones(self.mesh.size(), dtype=torch.float64)
-        factor[way % len(factor)] = torch.inf if way > 4 else 1
-        factors = factor.repeat_interleave(ROWS), factor[self.mesh.get_rank()].expand(ROWS)
+    def scaled_step(self, which: int, way: int) -> None:
+        """Train a step by a scaled loss; a gradient may overflow on the rank that has its rows."""
+        name = self.names(which, trainable=True)
+        if name is None or self.pending:
+            return  # A scaler refuses steps without a gradient; and what waits is not scaled.
         scales = []
-        for net, x, own, optimizers in zip(
-            self.both, self.draw(), factors, self.optimizers, strict=True
-        ):
+        params = self.params(name)
+        for net, x, param, own in zip(self.both, self.draw(), params, self.optimizers, strict=True):
             net.zero_grad()
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**way)
-            loss = (net(x)[0].square().mean(1) * own).mean()
-            scaler.scale(loss).backward()
-            for optimizer in optimizers:
+            scaler.scale(net(x)[0].square().mean()).backward()
+            if way > 4:
+                param.grad[0].fill_(torch.inf)
+            for optimizer in own:
                 if any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
                     scaler.step(optimizer)
             scaler.update()
@@ -1042,6 +1040,8 @@ class Twins:
         stateful = [param for optimizer in optimizers for param in optimizer.state]
         if self.has_strangers or len(stateful) < len(self.objects):
             return  # Torch refuses state of some parameters only.
+        if not all(param.requires_grad for param in self.objects.values()):
+            return  # Torch drops the state of frozen ones.
         if self.is_open:
             return  # Torch looks past `parameters()`, and finds what the backward needs.
         options = [
