@@ -228,6 +228,12 @@ def _(old: typing.Any) -> typing.Any:
     return lambda self, index: self.marks[index] is None
 
 
+@exchange(flat_store, "note_raised", of="the owner of a matrix misses what a forward writes")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return nothing
+
+
 @exchange(_save.Staging, "copy", of="a save in the background has what was written since")
 def _(old: typing.Any) -> typing.Any:
     del old
