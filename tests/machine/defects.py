@@ -176,12 +176,6 @@ def _(old: typing.Any) -> typing.Any:
     return lambda tensor: (tensor, None)
 
 
-@exchange(compression.BucketState, "settle", of="the error of an unused gradient is lost")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return nothing
-
-
 @exchange(compression.Matrix, "view", of="a matrix is compressed beside its place")
 def _(old: typing.Any) -> typing.Any:
     return lambda self, flat: old(self, flat.roll(1))
