@@ -200,7 +200,7 @@ class Twins:
         torch.manual_seed(0)
         self.plain = Net(layout)
         self.sharded = self.shard(copy.deepcopy(self.plain))
-        self.makes = OPTIMIZERS[:1]
+        self.makes = [OPTIMIZERS[0], muon][: LAYOUTS.index(layout) % 2 + 1]
         self.aside: dict[str, typing.Any] | None = None  # The same of models that were copied.
         self.num_batches = 0
         self.num_heads = 0
