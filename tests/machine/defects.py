@@ -252,16 +252,6 @@ def _(old: typing.Any) -> typing.Any:
 # --- models that change ---------------------------------------------------------------------------
 
 
-@exchange(sharded.ShardedTensor, "__deepcopy__", of="a copy shares the memory of its model")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, memo: dict[int, object]) -> typing.Any:
-        result = old(self, memo)
-        result.repoint(self.local_piece, self.spec, None)
-        return result
-
-    return new
-
-
 @exchange(fsdp_module.FSDPModule, "__deepcopy__", of="a copy has the method of its model")
 def _(old: typing.Any) -> typing.Any:
     def new(self: typing.Any, memo: dict[int, object]) -> typing.Any:
