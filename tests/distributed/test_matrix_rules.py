@@ -27,7 +27,7 @@ from matrix_cases import (
 )
 from models import CASES, Parameters
 from reference import make_mesh, my_batch, shard
-from shardkit import fully_shard
+from shardkit import FSDPModule, fully_shard
 from shardkit.optim import MatrixOptimizer
 
 if typing.TYPE_CHECKING:
@@ -178,6 +178,7 @@ WRITES: dict[str, Callable[[typing.Any, torch.Tensor], object] | None] = {
     "rows": write_by_rows,
     "list": write_by_list,
     "to_local": write_by_piece,
+    "unshard": lambda ours, values: ours.copy_(values),
 }
 
 
@@ -193,10 +194,15 @@ def write_between(how: str) -> float:
     if write is None:
         for each in (plain, model):
             each.load_state_dict({**each.state_dict(), **values})
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units if how == "unshard" else ():
+        unit.unshard()
     for name in ["blocks.1.fc1.weight", "tokens.weight"] if write is not None else ():
         with torch.no_grad():
             plain.get_parameter(name).copy_(values[name])
             write(model.get_parameter(name), values[name])
+    for unit in units:
+        unit.reshard()
     for step in range(5, 7):
         compute_gradients(CASE, model, [my_batch(CASE, step)])
         step_both(plain, model, plain_by, by)

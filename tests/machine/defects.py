@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 import typing
 from unittest import mock
 
-from shardkit._module import full_params
+from shardkit import compression
+from shardkit._module import activation_checkpoint, fsdp_module, full_params
 from shardkit._params import flat_store, gradients, sites
 from shardkit._runtime import backward, runtime, traffic
 from shardkit._tensor import sharded
+from shardkit.checkpoint import _save
 from shardkit.checkpoint._state import model_and_optimizer
+from shardkit.optim import _matrix
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,6 +176,11 @@ def _(old: typing.Any) -> typing.Any:
     return lambda tensor: (tensor, None)
 
 
+@exchange(compression.Matrix, "view", of="a matrix is compressed beside its place")
+def _(old: typing.Any) -> typing.Any:
+    return lambda self, flat: old(self, flat.roll(1))
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 
@@ -207,6 +216,24 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
+@exchange(_matrix.OwnedParams, "_is_stale", of="the owner of a matrix misses a write")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return lambda self, index: self.marks[index] is None
+
+
+@exchange(flat_store, "note_raised", of="the owner of a matrix misses what a forward writes")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return nothing
+
+
+@exchange(_save.Staging, "copy", of="a save in the background has what was written since")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return lambda _, state: state
+
+
 @exchange(
     model_and_optimizer, "numbered_states", of="state of the optimizer comes to other parameters"
 )
@@ -223,6 +250,29 @@ def _(old: typing.Any) -> typing.Any:
 
 
 # --- models that change ---------------------------------------------------------------------------
+
+
+@exchange(fsdp_module.FSDPModule, "__deepcopy__", of="a copy has the method of its model")
+def _(old: typing.Any) -> typing.Any:
+    def new(self: typing.Any, memo: dict[int, object]) -> typing.Any:
+        result = old(self, memo)
+        if "short" in vars(self):
+            result.short = self.short
+        return result
+
+    return new
+
+
+@exchange(sites.ParamSites, "_refuse_replaced", of="another parameter is computed with")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return nothing
+
+
+@exchange(activation_checkpoint, "torch_modules", of="functional_call is repeated without values")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return types.SimpleNamespace(in_functional_call=lambda: False)
 
 
 @exchange(sites.ParamSites, "end_functional_call", of="functional_call leaves freed parameters")

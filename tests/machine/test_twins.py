@@ -101,7 +101,9 @@ def test_any_sequence_of_actions_is_that_of_the_plain_model(
 def test_drawn_sequences_on_a_simulated_accelerator(spawn: Spawn, shape: tuple[int, ...]) -> None:
     for seed in range(NUM_DRAWN // 2):
         layout, actions = drawn(seed)
-        if layout == "offloaded":  # A copy of a state does not say that it belongs to the host.
+        # A copy of a state does not say that it belongs to the host. Compute adds to errors of
+        # PowerSGD, and the stream that their memory belongs to does not wait for that at the end.
+        if layout in ("offloaded", "compressed"):
             layout = "layers"
         # Nor does the number in `param[0] = 0.1`, of which torch makes a tensor.
         chosen = [each for each in actions if each[0] != "write" or each[1][1] % 4 != 1]

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import copy
 import io
+import itertools
 import logging
 import math
 import pathlib
@@ -19,6 +20,7 @@ import tempfile
 import typing
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from defects import put_in
@@ -29,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from shardkit import (
@@ -36,18 +39,24 @@ from shardkit import (
     FSDPModule,
     MixedPrecisionPolicy,
     Replicate,
+    StateError,
+    auto_shard,
     checkpoint,
+    checkpoint_activations,
     fully_shard,
     init_device_mesh,
+    register_fsdp_forward_method,
     summon_full_params,
 )
 from shardkit._module.hooks import state_of
-from shardkit.optim import LocalOptimizer
+from shardkit.compression import PowerSGD, compress_gradients
+from shardkit.optim import LocalOptimizer, MatrixOptimizer
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 WIDTH, DEPTH, ROWS = 6, 3, 4
+AXES = ("replicate", "shard")
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 """Of the largest element. Sums come in another order, and errors grow by training."""
 ACTIONS: dict[str, int] = {}
@@ -55,10 +64,12 @@ ACTIONS: dict[str, int] = {}
 KEEPING: set[str] = set()
 """Names of actions after which an output from before may still go backward."""
 LAYOUTS = (
-    *("layers", "one group", "list", "kept", "offloaded", "parts"),
-    *("tied", "replicated", "two dtypes", "cast", "reduced"),
+    *("layers", "one group", "list", "kept", "parts", "mapping", "recomputed", "meshes"),
+    *("offloaded", "tied", "replicated", "compressed", "two dtypes", "cast", "reduced"),
 )
-"""Ways to shard. In the last three some numbers are computed in fp32."""
+"""Ways to shard. In the last four some numbers are computed in fp32."""
+ALIKE = LAYOUTS[:8]
+"""Those in which a checkpoint of one of the others goes on, here."""
 
 
 def action(method: Callable[..., None]) -> Callable[..., None]:
@@ -145,6 +156,10 @@ class Net(nn.Module):
             self.seen += 1
         return self.head(x * self.scale), inner
 
+    def short(self, x: Tensor) -> Tensor:
+        """Return the result of the first block alone: a forward of another name."""
+        return self.blocks[0](x) * self.scale
+
 
 OPTIMIZERS: list[Callable[[typing.Any, bool], torch.optim.Optimizer]] = [
     lambda params, _: torch.optim.SGD(params, lr=0.02, momentum=0.9),
@@ -162,6 +177,12 @@ def local_adam(params: typing.Any, **options: typing.Any) -> torch.optim.Optimiz
     return LocalOptimizer(params, torch.optim.AdamW, **options)
 
 
+def muon(params: typing.Any, is_plain: bool) -> torch.optim.Optimizer:
+    if is_plain:
+        return torch.optim.Muon(params, lr=1e-3)
+    return MatrixOptimizer(params, torch.optim.Muon, lr=1e-3)
+
+
 class Twins:
     """Both models, and their optimizers.
 
@@ -171,13 +192,16 @@ class Twins:
     """
 
     def __init__(self, shape: tuple[int, ...], layout: str = "layers") -> None:
-        names = ("replicate", "shard")[-len(shape) :]
-        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        if layout == "compressed" and len(shape) == 1:
+            shape = (*shape, 1)
+        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES[-len(shape) :])
+        self.other_mesh = init_device_mesh("cpu", (1, self.mesh.size()), mesh_dim_names=AXES)
         self.layout = layout
         torch.manual_seed(0)
         self.plain = Net(layout)
         self.sharded = self.shard(copy.deepcopy(self.plain))
-        self.make = OPTIMIZERS[0]
+        self.makes = [OPTIMIZERS[0], muon][: LAYOUTS.index(layout) % 2 + 1]
+        self.aside: dict[str, typing.Any] | None = None  # The same of models that were copied.
         self.num_batches = 0
         self.num_heads = 0
         self.pending: dict[str, Tensor] = {}  # Gradients that wait to be synced.
@@ -202,6 +226,8 @@ class Twins:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         elif self.layout == "replicated":
             options["shard_placement_fn"] = lambda p: Replicate() if p.ndim == 1 else None
+        elif self.layout == "meshes":
+            options["shard_placement_fn"] = lambda p: self.other_mesh if p.ndim == 1 else None
         elif self.layout == "cast":
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
@@ -216,11 +242,20 @@ class Twins:
             blocks = [blocks[:2], blocks[2]]
         elif self.layout == "tied":
             blocks = [[blocks[0], blocks[2]], blocks[1]]
-        for block in blocks:
-            fully_shard(block, **self.options)
-        if not isinstance(model.head, nn.Identity):
-            fully_shard(model.head, **self.options)
-        return fully_shard(model, **self.options)
+        heads = [] if isinstance(model.head, nn.Identity) else [model.head]
+        if self.layout == "mapping":
+            ways = {"blocks.0": {"reshard_after_forward": False}, ("blocks.1", "blocks.2"): {}}
+            auto_shard(model, self.mesh, ways | ({"head": {}} if heads else {}))
+        else:
+            for module in (*blocks, *heads, model):
+                fully_shard(module, **self.options)
+        if self.layout == "recomputed":
+            checkpoint_activations(model, every=2)
+        elif self.layout == "compressed":  # At full rank nothing is lost.
+            hook = PowerSGD(WIDTH, start_after=0, min_compression_rate=0.1)
+            compress_gradients(model, hook)
+        register_fsdp_forward_method(model, "short")
+        return model
 
     @property
     def both(self) -> tuple[typing.Any, typing.Any]:
@@ -239,22 +274,29 @@ class Twins:
         """Return a parameter of both; a sharded model may show the unsharded one for a while."""
         return self.plain.get_parameter(name), self.objects[name]
 
-    def optimizers_of(self, names: Sequence[Sequence[str]]) -> list[torch.optim.Optimizer]:
-        """Make both, without state, for the parameters of each group."""
+    def optimizers_of(self, side: int) -> list[torch.optim.Optimizer]:
+        """Make those of the plain model (0) or of the sharded one (1), without state."""
         return [
-            self.make([{"params": [self.params(n)[i] for n in group]} for group in names], i == 0)
-            for i in range(2)
+            make([{"params": [self.params(n)[side] for n in names]} for names in groups], side == 0)
+            for make, groups in zip(self.makes, self.groups, strict=True)
         ]
 
-    def new_optimizers(self, names: list[list[str]] | None = None) -> None:
-        """Make both, without state.
+    def new_optimizers(self, groups: list[list[list[str]]] | None = None) -> None:
+        """Make both models' optimizers, without state.
 
         Args:
-            names: Of the parameters of each group; by default one group of all.
+            groups: For each optimizer the names of the parameters of each group. By default two
+                divide all parameters into matrices and others, as one has one group of all.
         """
-        self.groups = names or [[name for name, _ in self.plain.named_parameters()]]
+        named = [*self.plain.named_parameters()]
+        matrices = [n for n, p in named if p.ndim > 1 and len(self.makes) > 1]
+        others = [n for n, _ in named if n not in matrices]
+        self.groups = groups or [[others], [matrices]][: len(self.makes)]
         self.has_strangers = False  # Parameters that are in no model any more.
-        self.optimizers = self.optimizers_of(self.groups)
+        self.optimizers = self.optimizers_of(0), self.optimizers_of(1)
+
+    def all_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [*self.optimizers[0], *self.optimizers[1]]
 
     def replace(self, plain: nn.Module, sharded: nn.Module, *, with_grads: bool) -> None:
         """Go on with other models of the same values, and optimizers that have loaded theirs."""
@@ -270,10 +312,9 @@ class Twins:
         has_state = not self.has_strangers
         self.new_optimizers(groups)
         if has_state:
-            for new, old in zip(self.optimizers, before, strict=True):
+            for new, old in zip(self.all_optimizers(), itertools.chain(*before), strict=True):
                 new.load_state_dict(copy.deepcopy(old.state_dict()))
-        self.handles.clear()
-        self.pending.clear()
+        self.handles, self.pending = [], {}
 
     def draw(self, *, wants_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Draw a batch: that of all ranks, and that of this one."""
@@ -335,7 +376,7 @@ class Twins:
             return f"{ours.dtype} of shape {tuple(ours.shape)}, not {tuple(theirs.shape)}"
         apart = (ours - theirs).abs().max().item()
         scale = theirs.abs().max().item()
-        tolerance = TOLERANCES[torch.float32 if self.layout in LAYOUTS[-3:] else ours.dtype]
+        tolerance = TOLERANCES[torch.float32 if self.layout in LAYOUTS[-4:] else ours.dtype]
         if apart <= tolerance * (scale + 1e-3):
             return None
         return f"differs by {apart:.1e} of {scale:.1e}"
@@ -352,27 +393,35 @@ class Twins:
     def step(self, num: int, way: int) -> None:
         """Train a step of one to three micro-batches; gradients of all but the last wait."""
         num = num % 3 + 1
+        self.sharded.set_manual_backward_finalization(way % 6 == 4)
         for i in range(num):
-            is_last = i == num - 1
-            sync = contextlib.nullcontext()
-            if way % 4 == 0:
-                self.sharded.set_requires_gradient_sync(is_last)
-            elif way % 4 == 1 and not is_last:
-                sync = self.sharded.no_sync()
-            elif way % 4 == 2:
-                self.sharded.set_requires_all_reduce(is_last)
-            with sync:
+            with self.micro_batch(way, is_last=i == num - 1):
                 for loss in self.losses():
                     if loss.requires_grad:
                         (loss / num).backward()
             if self.layout != "kept" and not self.keeps_after_backward():
                 self.expect_freed()
+        if way % 6 == 4:
+            self.sharded.finalize_backward(async_op=True).wait()
+            self.sharded.set_manual_backward_finalization(False)
         if any(param.requires_grad for param in self.plain.parameters()):
             self.settle()
             self.is_open = False
-        for optimizer in self.optimizers:
+        for optimizer in self.all_optimizers():
             optimizer.step()
             optimizer.zero_grad()
+
+    def micro_batch(self, way: int, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Have the gradients wait, in one way or another, unless this one is the last."""
+        if way % 6 == 0:
+            self.sharded.set_requires_gradient_sync(is_last)
+        elif way % 6 == 1 and not is_last:
+            return typing.cast("typing.Any", self.sharded.no_sync())
+        elif way % 6 == 2:
+            self.sharded.set_requires_all_reduce(is_last)
+        elif way % 6 == 3:
+            self.sharded.set_is_last_backward(is_last)
+        return contextlib.nullcontext()
 
     @keeping
     def add_gradients(self, depth: int) -> None:
@@ -403,17 +452,42 @@ class Twins:
         self.settle()
 
     @action
-    def update(self) -> None:
-        """Step the optimizers by the gradients that are there."""
-        if all(param.grad is None for param in self.plain.parameters()):
-            return  # That is told, where another model has gradients.
-        for optimizer in self.optimizers:
-            optimizer.step()
+    def update(self, which: int) -> None:
+        """Step all optimizers or one by the gradients that are there."""
+        pairs = [*zip(*self.optimizers, strict=True)]
+        for pair in pairs if which % 3 == 0 else [pairs[which % len(pairs)]]:
+            params = [param for group in pair[0].param_groups for param in group["params"]]
+            if any(param.grad is not None for param in params):  # Else told, if another model has.
+                for optimizer in pair:
+                    optimizer.step()
+
+    @action
+    def scaled_step(self, which: int, way: int) -> None:
+        """Train a step by a scaled loss; a gradient may overflow on the rank that has its rows."""
+        name = self.names(which, trainable=True)
+        if name is None or self.pending:
+            return  # A scaler refuses steps without a gradient; and what waits is not scaled.
+        scales = []
+        params = self.params(name)
+        for net, x, param, own in zip(self.both, self.draw(), params, self.optimizers, strict=True):
+            net.zero_grad()
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**way)
+            scaler.scale(net(x)[0].square().mean()).backward()
+            if way > 4:
+                param.grad[0].fill_(torch.inf)
+            for optimizer in own:
+                if any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+                    scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            net.zero_grad()
+        assert scales[0] == scales[1], f"scale {scales[1]}, not {scales[0]}"
 
     @keeping
     def zero_grad(self, way: int) -> None:
-        for optimizer, net in zip(self.optimizers, self.both, strict=True):
-            (optimizer if way % 2 else net).zero_grad(set_to_none=way % 4 < 2)
+        for optimizers, net in zip(self.optimizers, self.both, strict=True):
+            for each in optimizers if way % 2 else [net]:
+                each.zero_grad(set_to_none=way % 4 < 2)
 
     @keeping
     def set_gradient(self, which: int, way: int) -> None:
@@ -428,10 +502,14 @@ class Twins:
 
     @keeping
     def clip(self, way: int) -> None:
-        if way % 2:
-            norm = nn.utils.clip_grad_norm_(self.sharded.parameters(), 0.5)
-        else:
+        params = [*self.sharded.parameters()]
+        if way % 3 == 0:
+            norm = nn.utils.clip_grad_norm_(params, 0.5)
+        elif way % 3 == 1:
             norm = self.sharded.clip_grad_norm_(0.5)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(params, 0.5, norm)
         wanted = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.5)
         self.assert_equal(norm.double(), wanted.double(), "norm")
 
@@ -495,8 +573,8 @@ class Twins:
     @keeping
     def use_alone(self, which: int, way: int) -> None:
         """Run one block, outside of the model's forward, and perhaps go backward."""
-        blocks = [net.blocks[which % DEPTH] for net in self.both]
-        if not isinstance(blocks[1], FSDPModule):
+        blocks = [net.short if which % 4 == DEPTH else net.blocks[which % 4] for net in self.both]
+        if which % 4 != DEPTH and not isinstance(blocks[1], FSDPModule):
             return  # The model's own group is not gathered.
         losses = [block(x).square().mean() for block, x in zip(blocks, self.draw(), strict=True)]
         self.assert_equal(self.mean(losses[1]), losses[0].detach(), "loss")
@@ -680,6 +758,22 @@ class Twins:
             return
         params, x = self.params(name), self.draw()
         assert self.outcomes(run), "the backward did not raise"
+        self.drop()
+
+    @action
+    def exchange_parameter(self, which: int, way: int) -> None:
+        """Put another parameter, or none, in the place of one: which is refused. Put it back."""
+        name = self.names(which) or ""
+        path, _, attribute = name.rpartition(".")
+        module, own = self.sharded.get_submodule(path), self.objects[name]
+        other = None if way % 2 else nn.Parameter(own.detach().full_tensor())
+        num_calls = len(self.calls[1])
+        setattr(module, attribute, other)
+        with pytest.raises(StateError, match=attribute):
+            self.sharded(self.draw()[1])
+        del self.calls[1][num_calls:]
+        self.sharded.seen.copy_(self.plain.seen)
+        setattr(module, attribute, own)
         self.drop()
 
     # --- hooks ------------------------------------------------------------------------------------
@@ -887,9 +981,44 @@ class Twins:
 
     @action
     def deepcopy(self) -> None:
-        """Go on with copies."""
-        plain, sharded = (copy.deepcopy(net) for net in self.both)
-        self.replace(plain, sharded, with_grads=True)
+        """Go on with copies, for now."""
+        before = {**vars(self), "aside": None}
+        self.replace(*map(copy.deepcopy, self.both), with_grads=True)
+        self.aside = before
+
+    @action
+    def return_to_other(self) -> None:
+        """Go on with the models that were copied, or with the copies again."""
+        if self.aside is not None:
+            before = {**vars(self), "aside": None, "num_batches": 0}
+            vars(self).update(self.aside)
+            self.aside = before
+
+    @action
+    def average(self, num: int) -> None:
+        """Average parameters over a step, and go on with the averages."""
+        rule = get_ema_multi_avg_fn(0.5)
+        averages = [AveragedModel(net, multi_avg_fn=rule) for net in self.both]
+        for _ in range(2):
+            self.step(num, num)
+            for average, net in zip(averages, self.both, strict=True):
+                average.update_parameters(net)
+        self.replace(*(average.module for average in averages), with_grads=False)
+
+    @action
+    def swap_blocks(self, first: int, second: int) -> None:
+        """Let two blocks exchange their places, and so the names of their parameters."""
+        old = {param: name for name, param in self.plain.named_parameters()}
+        first, second = (0, 2) if self.layout == "tied" else (first % DEPTH, second % DEPTH)
+        for net in self.both:
+            blocks = net.blocks
+            blocks[first], blocks[second] = blocks[second], blocks[first]
+        new = {old[param]: name for name, param in self.plain.named_parameters()}
+        self.objects = {new[name]: param for name, param in self.objects.items()}
+        self.pending = {new[name]: grad for name, grad in self.pending.items()}
+        self.groups = [
+            [[new.get(name, name) for name in names] for names in groups] for groups in self.groups
+        ]
 
     @action
     def pickle(self) -> None:
@@ -907,9 +1036,12 @@ class Twins:
     @action
     def torch_state_dicts(self, way: int) -> None:
         """Take and set state by torch's functions."""
-        optimizer = self.optimizers[1]
-        if self.has_strangers or any(p not in optimizer.state for p in self.objects.values()):
+        optimizers = self.optimizers[1]
+        stateful = [param for optimizer in optimizers for param in optimizer.state]
+        if self.has_strangers or len(stateful) < len(self.objects):
             return  # Torch refuses state of some parameters only.
+        if not all(param.requires_grad for param in self.objects.values()):
+            return  # Torch drops the state of frozen ones.
         if self.is_open:
             return  # Torch looks past `parameters()`, and finds what the backward needs.
         options = [
@@ -918,10 +1050,10 @@ class Twins:
             StateDictOptions(full_state_dict=True),
             StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
         ][way % 4]
-        model, state = get_state_dict(self.sharded, optimizer, options=options)
+        model, state = get_state_dict(self.sharded, optimizers, options=options)
         set_state_dict(
             self.sharded,
-            optimizer,
+            optimizers,
             model_state_dict=model,
             optim_state_dict=state,
             options=options,
@@ -934,36 +1066,58 @@ class Twins:
         dist.broadcast_object_list(folder)
         path = pathlib.Path(folder[0], "x")
         checkpoint.save_full(path, self.sharded, format=("torch", "safetensors")[way % 2])
-        with torch.no_grad():
-            for param in self.objects.values():
-                param.zero_()
+        self.spoil(with_state=False)
         checkpoint.load_full(path, self.sharded)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder[0])
 
     @action
-    def checkpoint(self, num: int) -> None:
-        """Save after a step, go on with objects that have loaded it, and train another one."""
+    def checkpoint(self, num: int, way: int) -> None:
+        """Save after a step, spoil what was saved, and go on with objects that have loaded it.
+
+        They may be sharded in another way, and read a file of whole tensors.
+        """
         self.step(num, 0)
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(folder)
-        path = pathlib.Path(folder[0], "x")
-        optimizers = [] if self.has_strangers else [self.optimizers[1]]
-        checkpoint.save(path, self.sharded, *optimizers)
+        path, file = (pathlib.Path(folder[0], name) for name in ("x", "whole"))
+        optimizers = [] if self.has_strangers else self.optimizers[1]
+        if way % 2:
+            checkpoint.save(path, self.sharded, optimizers)
+            self.spoil()
+        else:
+            saved = checkpoint.async_save(path, self.sharded, optimizers)
+            self.spoil()
+            saved.result()
         plain, sharded = self.like(self.plain), self.like(self.plain)
         plain.load_state_dict(self.plain.state_dict())
-        for param in sharded.parameters():
-            nn.init.zeros_(param)
-        sharded = self.shard(sharded)
-        self.replace(plain, sharded, with_grads=False)
+        if self.layout in ALIKE and way > 3:
+            self.layout = ALIKE[way % len(ALIKE)]
+        self.replace(plain, self.shard(sharded), with_grads=False)
         if optimizers:
-            self.optimizers[1] = self.optimizers_of(self.groups)[1]
-        checkpoint.load(path, sharded, *(self.optimizers[1:] if optimizers else []))
+            self.optimizers = self.optimizers[0], self.optimizers_of(1)
+        checkpoint.load(path, self.sharded, self.optimizers[1] if optimizers else [])
+        if way % 3 == 0:
+            self.spoil(with_state=False)
+            if dist.get_rank() == 0:
+                checkpoint.consolidate(path, file)
+            dist.barrier()
+            checkpoint.load_full(file, self.sharded)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder[0])
         self.step(num, 0)
+
+    @torch.no_grad()
+    def spoil(self, *, with_state: bool = True) -> None:
+        """Write other values to the sharded parameters, and to the state of their optimizers."""
+        for param in self.objects.values():
+            param.fill_(0.5)
+        for optimizer in self.optimizers[1] if with_state else ():
+            for state in optimizer.state.values():
+                for value in filter(torch.is_tensor, state.values()):
+                    value.fill_(0.5)
 
     def like(self, old: typing.Any) -> typing.Any:
         """Make a plain model anew, as its script would: with the same head, frozen alike."""
@@ -982,8 +1136,8 @@ class Twins:
 
     @action
     def new_optimizer(self, kind: int) -> None:
-        """Exchange both optimizers for others, perhaps of another class."""
-        self.make = OPTIMIZERS[kind % len(OPTIMIZERS)]
+        """Exchange the optimizers for others, perhaps of another class, or one for two."""
+        self.makes = [OPTIMIZERS[kind % len(OPTIMIZERS)], muon][: kind % 2 + 1]
         self.new_optimizers()
 
     @action
@@ -1001,9 +1155,10 @@ class Twins:
         if way % 2:
             self.new_optimizers()
         else:
-            self.groups.append(["head.weight", "head.bias"])
-            for optimizer, net in zip(self.optimizers, self.both, strict=True):
-                optimizer.add_param_group({"params": list(net.head.parameters())})
+            own_group = ["head.weight", "head.bias"]
+            self.groups = [[*self.groups[0], own_group], *self.groups[1:]]
+            for optimizers, net in zip(self.optimizers, self.both, strict=True):
+                optimizers[0].add_param_group({"params": list(net.head.parameters())})
         self.forget_head()
 
     @action

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardkit._compat import torch_devices, torch_tensors
+from shardkit._compat import torch_devices, torch_modules, torch_tensors
 from shardkit._errors import StateError
 from shardkit._runtime.passes import RegionTensors, buffers_of, open_passes, was_written
 from shardkit._tree import map_tensors
@@ -161,6 +161,8 @@ class CheckpointedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and keep only its inputs; backward runs it again."""
+        if torch_modules.in_functional_call():  # Its values are gone when backward runs.
+            return self._forward(*args, **kwargs)
         passes = open_passes()
         run: Callable[..., Any] = self._forward
         options: dict[str, Any] = {}
@@ -319,8 +321,9 @@ def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.M
 
     This saves memory and costs one more forward. The repetition has the same random numbers and the
     same autocast. Buffers, such as running statistics, are written once, and the repetition reads
-    what the forward has read. It works on every backend, before or after `fully_shard`, which
-    gathers the module's parameters once for the repetition and the backward:
+    what the forward has read. In `torch.func.functional_call`, whose values are gone when backward
+    runs, nothing is repeated, and so no memory is saved. It works on every backend, before or after
+    `fully_shard`, which gathers the module's parameters once for the repetition and the backward:
 
         for block in model.blocks:
             fully_shard(checkpoint_module(block), mesh=mesh)

@@ -36,6 +36,7 @@ from shardkit._settings import KEEPS_WIDE_GRADIENTS, CPUOffloadPolicy, GradientP
 from shardkit._tensor.ops import StateAllocator
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec
+from shardkit._tensor.written_values import note_raised
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
@@ -827,6 +828,7 @@ class FlatStore(Store):
                 is_same = written == on_device.to(written.dtype)
                 written = torch.where(is_same, on_device, written.to(kept.dtype))
             kept.copy_(written)
+        note_raised(self.shard, [self.entries[index].param], 0)
 
     # --- whole values in storage dtype ---
 

@@ -77,15 +77,15 @@ def memory_of(piece: ShardedTensor) -> Tensor:
     return piece.local_piece if piece.flat is None else piece.flat
 
 
-def note_raised(memory: Tensor, written: Iterable[Any]) -> None:
-    """Note that the version counter of a memory was raised once, for writes of some pieces.
+def note_raised(memory: Tensor, written: Iterable[Any], num_raised: int = 1) -> None:
+    """Note that writes of some pieces raised the version counter of a memory so many times.
 
     Other tensors may be among them.
     """
     log: WriteLog | None = memory.__dict__.get(_LOG_ATTRIBUTE)
     if log is not None:
         pieces = (each for each in written if hasattr(each, "local_piece"))
-        log.note({each.spec.index for each in pieces if memory_of(each) is memory}, 1)
+        log.note({each.spec.index for each in pieces if memory_of(each) is memory}, num_raised)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from recording import recording_mesh
 from shardkit import StateError, checkpoint_module, fully_shard
@@ -64,6 +65,19 @@ def test_sharded_before_or_after(first: str) -> None:
     for found, expected in zip(gradients(model, x), gradients(plain, x), strict=True):
         assert torch.equal(found.full_tensor(), expected)
     del log
+
+
+def test_a_functional_call_differentiates_by_the_given_values() -> None:
+    plain, x = Counting(), torch.randn(3, 6)
+    values = {name: torch.randn_like(param) for name, param in plain.named_parameters()}
+    results = []
+    for model in (plain, checkpoint_module(copy.deepcopy(plain))):
+        given = {name: value.clone().requires_grad_() for name, value in values.items()}
+        torch.manual_seed(3)
+        functional_call(model, given, (x,)).square().sum().backward()
+        results.append([value.grad for value in given.values()])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_copies_and_pickles_are_independent() -> None:
