@@ -191,16 +191,18 @@ class Twins:
         layout: One of `LAYOUTS`.
     """
 
+    device_type = "cpu"
+
     def __init__(self, shape: tuple[int, ...], layout: str = "layers") -> None:
         if layout == "compressed" and len(shape) == 1:
             shape = (*shape, 1)
-        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES[-len(shape) :])
-        self.other_mesh = init_device_mesh("cpu", (1, self.mesh.size()), mesh_dim_names=AXES)
+        self.mesh = self.new_mesh(shape)
+        self.other_mesh = self.new_mesh((1, self.mesh.size()))
         self.layout = layout
         torch.manual_seed(0)
         self.plain = Net(layout)
-        self.sharded = self.shard(copy.deepcopy(self.plain))
-        self.makes = [OPTIMIZERS[0], muon][: LAYOUTS.index(layout) % 2 + 1]
+        self.sharded = self.shard(self.put(self.plain))
+        self.choose_optimizers(0, has_two=LAYOUTS.index(layout) % 2 == 1)
         self.aside: dict[str, typing.Any] | None = None  # The same of models that were copied.
         self.num_batches = 0
         self.num_heads = 0
@@ -214,6 +216,16 @@ class Twins:
         self.new_optimizers()
 
     # --- parts of actions -------------------------------------------------------------------------
+
+    def new_mesh(self, shape: tuple[int, ...]) -> typing.Any:
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=AXES[-len(shape) :])
+
+    def put(self, plain: nn.Module) -> typing.Any:
+        """Return a copy, where it can be sharded."""
+        return copy.deepcopy(plain)
+
+    def choose_optimizers(self, first: int, *, has_two: bool) -> None:
+        self.makes = [OPTIMIZERS[first % len(OPTIMIZERS)], muon][: has_two + 1]
 
     @property
     def options(self) -> dict[str, typing.Any]:
@@ -1137,7 +1149,7 @@ class Twins:
     @action
     def new_optimizer(self, kind: int) -> None:
         """Exchange the optimizers for others, perhaps of another class, or one for two."""
-        self.makes = [OPTIMIZERS[kind % len(OPTIMIZERS)], muon][: kind % 2 + 1]
+        self.choose_optimizers(kind, has_two=kind % 2 == 1)
         self.new_optimizers()
 
     @action
@@ -1147,10 +1159,10 @@ class Twins:
         self.num_heads += 1
         torch.manual_seed(self.num_heads)
         head = nn.Linear(WIDTH, size % 4 + 1).double()
-        self.plain.head = copy.deepcopy(head)
-        self.sharded.head = fully_shard(head, **self.options)
+        self.plain.head = head
+        self.sharded.head = fully_shard(self.put(head), **self.options)
         names = [name for name in self.objects if not name.startswith("head.")]
-        own = {f"head.{name}": param for name, param in head.named_parameters()}
+        own = {f"head.{name}": param for name, param in self.sharded.head.named_parameters()}
         self.objects = {name: self.objects[name] for name in names} | own
         if way % 2:
             self.new_optimizers()
@@ -1266,13 +1278,8 @@ class Twins:
 
     # --- a sequence -------------------------------------------------------------------------------
 
-    def do(self, name: str, *numbers: int) -> None:
-        """Perform an action, and compare.
-
-        Raises:
-            AssertionError: On all ranks, if on any of them the models differ, or something is told
-                that is none of the user's mistakes.
-        """
+    def problem_after(self, name: str, *numbers: int) -> str | None:
+        """Perform an action, and say what is wrong on this rank."""
         if name not in KEEPING:
             self.held = None
         with told() as texts:
@@ -1280,11 +1287,20 @@ class Twins:
             if sum(numbers) % 2:  # Does a forward see it? What is kept is gathered then.
                 self.evaluate(0)
             text = self.problem()
-        found: list[str | None] = [None] * dist.get_world_size()
         if self.has_dropped and any(DROPPED in each for each in texts):
             texts.remove(next(each for each in texts if DROPPED in each))
             self.has_dropped = False
-        text = text or next(iter(texts), None)
+        return text or next(iter(texts), None)
+
+    def do(self, name: str, *numbers: int) -> None:
+        """Perform an action, and compare.
+
+        Raises:
+            AssertionError: On all ranks, if on any of them the models differ, or something is told
+                that is none of the user's mistakes.
+        """
+        text = self.problem_after(name, *numbers)
+        found: list[str | None] = [None] * dist.get_world_size()
         has_problem = torch.tensor(text is not None, dtype=torch.int64)
         dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
         if has_problem:
