@@ -241,7 +241,7 @@ class Simulation:
             event.graph.refuse(f"an event of {event.stream.line} that was captured is used outside")
 
     def run_in_order(self, run: Callable[[], object]) -> None:
-        """Issue a collective on the current stream: all run in this order, the same on all ranks."""
+        """Issue a collective on the current stream: all run in this order, that of all ranks."""
         if self.graph is not None:
             self.graph.communication(self.current, run)
             return
