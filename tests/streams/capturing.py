@@ -52,14 +52,13 @@ class Communication(typing.NamedTuple):
     """A collective."""
 
     stream: SimulatedStream
-    communicator: str
     run: Callable[[], object]
 
     def issue(self, simulation: Simulation, first: Before) -> None:
-        """Issue it: those of a communicator run in the order of issue."""
+        """Issue it: collectives run in the order of issue."""
         del first
         with simulation.on(self.stream):
-            simulation.run_in_order(self.communicator, self.run)
+            simulation.run_in_order(self.run)
 
 
 class SimulatedGraph:
@@ -119,11 +118,9 @@ class SimulatedGraph:
         """Note work; return its place on its stream."""
         return self._note(Work(stream, run))
 
-    def communication(
-        self, stream: SimulatedStream, communicator: str, run: Callable[[], object]
-    ) -> int:
+    def communication(self, stream: SimulatedStream, run: Callable[[], object]) -> int:
         """Note a collective; return its place on its stream."""
-        return self._note(Communication(stream, communicator, run))
+        return self._note(Communication(stream, run))
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Note that a stream waits; so it joins the capture."""

@@ -34,7 +34,7 @@ from trainings import (
 )
 from users_collectives import Gathers, Scatters
 
-from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, Replicate, fully_shard
 from shardkit._compat import torch_fsdp2
 
 if typing.TYPE_CHECKING:
@@ -96,6 +96,15 @@ def hybrid_of_four(run: Run) -> Training:
 def replicas_of_one(run: Run) -> Training:
     """A replicate axis of one rank."""
     return train(Training(run, shape=(1, 2)))
+
+
+def replicated(run: Run) -> Training:
+    """Biases have a replica on each rank: reductions take turns between two communicators."""
+
+    def place(param: nn.Parameter) -> Replicate | None:
+        return Replicate() if param.ndim == 1 else None
+
+    return train(Training(run, shard_placement_fn=place))
 
 
 def lora(run: Run) -> Training:
@@ -422,6 +431,7 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         hybrid,
         hybrid_of_four,
         replicas_of_one,
+        replicated,
         lora,
         kept_parts,
         accumulation,

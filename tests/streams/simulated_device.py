@@ -2,8 +2,10 @@
 
 What is issued on a side stream does not run before something waits for it: then it runs, with the
 numbers that are in memory by then. So a wait that is missing gives wrong numbers. Collectives run
-over gloo, those of one communicator in the order of issue, as NCCL runs them. Memory is made here,
-and overwritten with NaN as soon as nobody holds it, whatever may still be about to use it.
+over gloo, all of them in the order of issue. NCCL keeps that order for each communicator, and runs
+those of different communicators beside each other; here a process runs one at a time, so without
+one order a rank could wait in one communicator for a rank that waits in another. Memory is made
+here, and overwritten with NaN as soon as nobody holds it, whatever may still be about to use it.
 
 `SimulatedDevice` offers what `shardkit.backends.device.AcceleratorDevice` does. Which operator uses
 which memory is noted by `watching.Watch`, and judged by `clocks.Checker`.
@@ -190,7 +192,7 @@ class Simulation:
         self.graph: SimulatedGraph | None = None
         self._blocks: dict[int, Block] = {}
         self.numbers = itertools.count()
-        self._communicators: dict[str, list[tuple[SimulatedStream, int]]] = {}
+        self._collectives: list[tuple[SimulatedStream, int]] = []
         self._is_over = False
 
     # --- streams ---
@@ -238,13 +240,12 @@ class Simulation:
         if event.graph is not None:
             event.graph.refuse(f"an event of {event.stream.line} that was captured is used outside")
 
-    def run_in_order(self, communicator: str, run: Callable[[], object]) -> None:
-        """Issue a collective on the current stream: those of a communicator run in this order."""
+    def run_in_order(self, run: Callable[[], object]) -> None:
+        """Issue a collective on the current stream: all run in this order, that of all ranks."""
         if self.graph is not None:
-            self.graph.communication(self.current, communicator, run)
+            self.graph.communication(self.current, run)
             return
-        queue = self._communicators.setdefault(communicator, [])
-        stream = self.current
+        queue, stream = self._collectives, self.current
 
         def in_order() -> None:
             while queue[0] != entry:

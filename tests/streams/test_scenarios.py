@@ -16,7 +16,10 @@ OPTIONS = {
     "together": {},
     "no_host_engine": {"has_host_engine": False},
 }
-IN_ALL_WAYS = ("zero3", "mixed_precision", "lora", "accumulation", "unused_parameters", "dropped")
+IN_ALL_WAYS = (
+    *("zero3", "mixed_precision", "replicated", "lora", "accumulation"),
+    *("unused_parameters", "dropped"),
+)
 CORE = ("zero3", "mixed_precision", "hybrid", "accumulation", "offload", "recovery", "captured")
 """In the default session; the others in `nox -s streams`."""
 

@@ -449,7 +449,7 @@ class Watch(TorchDispatchMode):
         call = pytree.tree_map_only(Tensor, simulation.alias, (args, kwargs))
         run = functools.partial(_run_collective, func, *call)
         with simulation.on(stream):
-            simulation.run_in_order(group.group_name, run)
+            simulation.run_in_order(run)
         work = SimulatedWork(simulation, SimulatedEvent(stream))
         self._works.append(work)  # Torch holds what is not Python's of it.
         boxed = work.boxed()
