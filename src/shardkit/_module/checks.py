@@ -273,11 +273,13 @@ def warn_of_lost_classes(found: list[ParamEntry], mesh: DeviceMesh) -> None:
 
     Those that gather themselves, and quantized weights, have ways of their own.
     """
+    told: set[type] = {nn.Parameter}
     for item in found:
         param: Any = item.param
         cls = type(param)
-        is_subclass = issubclass(cls, nn.Parameter) and cls is not nn.Parameter
-        if is_subclass and param.requires_grad and not hasattr(param, "fsdp_pre_all_gather"):
+        is_new = issubclass(cls, nn.Parameter) and cls not in told
+        if is_new and param.requires_grad and not hasattr(param, "fsdp_pre_all_gather"):
+            told.add(cls)
             msg = (
                 f"parameter {item.name!r} is a {cls.__name__}: fully_shard keeps its values and "
                 f"attributes, but not its class. An optimizer that asks for the class trains it as "
