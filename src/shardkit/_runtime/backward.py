@@ -637,7 +637,7 @@ def _combined(
         grad = own
         if used[index]:
             zeros = functools.partial(torch.zeros, dtype=tensor.dtype, device=unsharded.device)
-            local = zeros(tensor.shape) if whole is None else _left(whole, unsharded)
+            local = zeros(tensor.shape) if whole is None else _seen_outside(whole, unsharded)
             grad = _divided(averaged(local, tensor), unsharded)
             grad = grad if own is None else grad + own
         if grad is None and not allow_unused:
@@ -651,7 +651,7 @@ def _combined(
     return tuple(grads)
 
 
-def _left(grad: Tensor, unsharded: object) -> Tensor:
+def _seen_outside(grad: Tensor, unsharded: object) -> Tensor:
     """Return a gradient as the code sees it that runs the model."""
     bucket = bucket_showing(unsharded)
     group = None if bucket is None or bucket.group is None else bucket.group()
