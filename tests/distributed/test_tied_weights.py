@@ -171,7 +171,7 @@ def copies_of_models_tied_later(ranks: Ranks) -> Differences:
 def copies_without_a_removed_head(ranks: Ranks) -> Differences:
     plain = MLP()
     model: typing.Any = ranks.put(plain)
-    model.head = nn.Linear(5, 5)
+    model.head = ranks.put(nn.Linear(5, 5))
     fully_shard(model, ranks.mesh)
     del model.head
     return compare_training(CASES["mlp"], copy.deepcopy(model), plain, ranks=ranks)
