@@ -108,8 +108,7 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
         spec = traced_spec(EvenLayout.plan([shape], world_size=axis.size), 0, mesh, name)
     else:
         spec = ShardSpec(FlatLayout.of_one(shape, cut), 0, mesh=mesh, axis=axis, name=name)
-    if piece.device.type == mesh.device_type:
-        spec.annotate_sharding(piece)
+    spec.annotate_sharding(piece)
     sharded = ShardedTensor(piece, spec)
     if not is_param:
         sharded.requires_grad_(requires_grad)

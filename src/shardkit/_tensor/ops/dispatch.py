@@ -39,7 +39,7 @@ from shardkit._tensor.written_values import constant, note_update, note_written
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from shardkit._tensor.spec import ShardSpec
 
@@ -137,34 +137,10 @@ def join(items: Any, runs: Sequence[PieceRun]) -> Any:
 _dtype_of = operator.attrgetter("dtype")
 
 
-def _pieces(arg: Any) -> Any:
-    """Return the pieces of a list of sharded tensors, and other arguments as they are."""
-    is_list = isinstance(arg, (list, tuple)) and type(arg[0]) is ShardedTensor
-    return [item.local_piece for item in arg] if is_list else arg
-
-
 def over_flats(
-    flats: Sequence[Tensor],
-    runs: Sequence[PieceRun],
-    items: Sequence[ShardedTensor],
-    *,
-    args: Sequence[Any],
-    on_pieces: Callable[[], Sequence[Tensor]],
+    flats: Sequence[Tensor], runs: Sequence[PieceRun], items: Sequence[ShardedTensor]
 ) -> list[ShardedTensor]:
-    """Return tensors cut like `items`, over one flat for each run.
-
-    Args:
-        flats: Results of an operator on the runs.
-        runs: The runs.
-        items: The operator's first list.
-        args: The operator's arguments.
-        on_pieces: Function that runs the operator on each piece.
-    """
-    for arg in args:
-        is_sharded = isinstance(arg, (list, tuple)) and type(arg[0]) is ShardedTensor
-        if is_sharded and len(set(map(_dtype_of, arg))) > 1:
-            # Entries of which this rank holds nothing are in no run, and may have another dtype.
-            return [wrap(r, of.spec) for r, of in zip(on_pieces(), items, strict=True)]
+    """Return tensors cut like `items`, over one flat for each run."""
     result: list[Any] = [None] * len(items)
     for run, flat in zip(runs, flats, strict=True):
         for position in run.positions:
@@ -175,12 +151,16 @@ def over_flats(
     ]
 
 
-def _find_plan(args: tuple[Any, ...]) -> _ListPlan | None:
+def _find_plan(args: tuple[Any, ...], *, is_mutable: bool) -> _ListPlan | None:
     """Return the plan of a list operator on flats; None if no entries are such pieces."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     first = lists[0]
     if set(map(type, first)) != {ShardedTensor} or first[0].spec.is_traced:
         return None
+    if not is_mutable:  # Entries of which this rank holds nothing are in no run.
+        for items in lists:
+            if type(items[0]) is ShardedTensor and len(set(map(_dtype_of, items))) > 1:
+                return None  # Results of such entries may have another dtype.
     specs = tuple([item.spec for item in first])
     key = tuple(map(id, specs))
     plan = _planned.get(key) or _remember(key, specs)
@@ -285,7 +265,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(args[-1]) is Tensor and args[-1].ndim == 1:  # A number for each entry.
         func, args = func.overloadpacket.ScalarList, (*args[:-1], args[-1].tolist())
     first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
-    plan = _find_plan(args)
+    is_mutable = torch_tensors.is_mutable_op(func)
+    plan = _find_plan(args, is_mutable=is_mutable)
     runs = None if plan is None else plan.runs
     if _has_data(func, args, runs):
         return one_by_one(func, args, kwargs)
@@ -302,7 +283,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         result = func(*(join(arg, plan.runs) for arg in args), **kwargs)
         written = [first[position] for position in plan.written]
-    if torch_tensors.is_mutable_op(func):
+    if is_mutable:
         note_write(*written, pieces=first)
         note_update(func, first)
         return result
@@ -313,9 +294,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             wrap(item, of.spec) if type(of) is ShardedTensor else item
             for item, of in zip(result, first, strict=True)
         ]
-    return over_flats(
-        result, runs, first, args=args, on_pieces=lambda: func(*map(_pieces, args), **kwargs)
-    )
+    return over_flats(result, runs, first)
 
 
 def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> bool:
