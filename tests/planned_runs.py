@@ -111,6 +111,22 @@ class Adapters(nn.Module):
         return self.head(x)
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        lstm = nn.LSTM(32, 48, num_layers=2, batch_first=True, dropout=0.1)
+        gru = nn.GRU(48, 64, batch_first=True, bidirectional=True)
+        self.blocks = nn.ModuleList([lstm, gru, nn.RNN(128, 32, batch_first=True)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Go through all layers."""
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
 def _stack() -> nn.Module:
     return Stack(dim=128, num_blocks=4)
 
@@ -201,6 +217,7 @@ CASES: dict[str, Case] = {
     "few experts": Case(lambda: Experts(depth=2), _vectors),
     "experts again": Case(Experts, _vectors, (4,), recompute={}),
     "adapters kept": Case(Adapters, _tokens, options={"reshard_after_forward": False}),
+    "recurrent": Case(Recurrent, lambda: torch.randn(8, 24, 32)),
     "tensor parallel": SplitCase(Mlp, _rows, (4,)),
     "offloaded": Case(Mlp, _rows, options={"offload_policy": CPUOffloadPolicy()}),
     "accumulation, hybrid": Case(

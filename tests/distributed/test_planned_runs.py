@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from simulation import simulated
+from torch import Tensor, nn
 
 from allocated import Issued, mark, past_shared_memory, peaks_of, start_counting
 from planned_runs import (
@@ -28,12 +29,12 @@ from planned_runs import (
 )
 from shardkit._compat import torch_tensors
 from shardkit._events import StepEvent, StepObserver, observed_by
+from shardkit.planning._meter import MemoryMeter
+from shardkit.planning._recurrent import recurrent_layers
 
 if typing.TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
     from workers import Spawn
 
@@ -194,10 +195,81 @@ def test_a_plan_is_what_eight_ranks_do(name: str, spawn: Spawn) -> None:
     _check(name, spawn)
 
 
+as_onednn_is_known = pytest.mark.skipif(
+    torch.__version__ < (2, 11) or "AVX512" not in torch.backends.cpu.get_cpu_capability(),
+    reason="LSTMs take other memory without AVX-512, and with oneDNN 3.7, which torch 2.10 has.",
+)
+_MORE = [name for name in CASES if name not in (*_CHEAP, *EIGHT_RANKS, "recurrent")]
+
+
 @pytest.mark.helpers
-@pytest.mark.parametrize("name", [name for name in CASES if name not in _CHEAP + EIGHT_RANKS])
+@pytest.mark.parametrize("name", [*_MORE, pytest.param("recurrent", marks=as_onednn_is_known)])
 def test_a_plan_is_what_ranks_do_in_more_cases(name: str, spawn: Spawn) -> None:
     _check(name, spawn)
+
+
+# --- recurrent layers ---
+
+_WIDE = (20, 64, 64, 128)
+"""Length, rows, inputs, size of the state."""
+RECURRENT: dict[str, tuple[type[nn.RNNBase], tuple[int, ...], dict[str, typing.Any]]] = {
+    "lstm": (nn.LSTM, _WIDE, {}),
+    "lstm of several layers": (nn.LSTM, (50, 8, 32, 64), {"num_layers": 3, "dropout": 0.5}),
+    "lstm with rows first": (nn.LSTM, _WIDE, {"batch_first": True}),
+    "lstm without biases": (nn.LSTM, _WIDE, {"bias": False}),
+    "lstm of both directions": (nn.LSTM, _WIDE, {"bidirectional": True, "num_layers": 2}),
+    "lstm of odd sizes": (nn.LSTM, (30, 8, 150, 170), {}),
+    "lstm of large weights": (nn.LSTM, (4, 2, 256, 512), {}),
+    "lstm in bf16": (nn.LSTM, _WIDE, {"dtype": torch.bfloat16}),
+    "lstm of large weights in bf16": (nn.LSTM, (4, 2, 512, 256), {"dtype": torch.bfloat16}),
+    "lstm in fp64": (nn.LSTM, _WIDE, {"dtype": torch.float64}),
+    "lstm with a projection": (nn.LSTM, _WIDE, {"proj_size": 32}),
+    "gru": (nn.GRU, _WIDE, {}),
+    "gru of several layers": (nn.GRU, _WIDE, {"num_layers": 2, "bidirectional": True}),
+    "rnn": (nn.RNN, _WIDE, {}),
+    "rnn of both directions": (nn.RNN, _WIDE, {"nonlinearity": "relu", "bidirectional": True}),
+}
+
+
+def _layer_and_batch(name: str) -> tuple[nn.RNNBase, Tensor]:
+    cls, (length, rows, size, hidden), options = RECURRENT[name]
+    shape = (rows, length, size) if options.get("batch_first") else (length, rows, size)
+    layer = cls(size, hidden, **options)
+    return layer, torch.ones(shape, dtype=layer.all_weights[0][0].dtype, requires_grad=True)
+
+
+def _step(layer: nn.RNNBase, batch: Tensor) -> None:
+    layer(batch)[0].sum().backward()
+
+
+def peaks_of_layers() -> dict[str, int]:
+    """Return the most bytes that live at once in a forward and a backward of each layer."""
+    start_counting()
+    found = {}
+    for name in RECURRENT:
+        (before,) = peaks_of(lambda: None)
+        layer, batch = _layer_and_batch(name)
+        _step(layer, batch)  # The first time oneDNN compiles.
+        layer.zero_grad()
+        batch.grad = None
+        (peak,) = peaks_of(functools.partial(_step, layer, batch))
+        found[name] = peak - before
+        del layer, batch
+    return found
+
+
+@pytest.mark.helpers
+@as_onednn_is_known
+def test_recurrent_layers_take_as_much_as_planned(spawn: Spawn) -> None:
+    real = spawn(peaks_of_layers, 1)[0]
+    for name, peak in real.items():
+        layer, batch = _layer_and_batch(name)
+        meter, batch = MemoryMeter(on_cpu=True), batch.detach().to("meta").requires_grad_()
+        with meter, recurrent_layers():
+            for tensor in (batch, *layer.to("meta").parameters()):
+                meter.note(tensor)
+            _step(layer, batch)
+        assert peak <= max(meter.totals()) <= 1.03 * peak, name
 
 
 _PLACES = {

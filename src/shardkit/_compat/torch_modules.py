@@ -10,6 +10,7 @@ import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch.nn.utils import stateless
@@ -18,7 +19,7 @@ from shardkit._compat.torch_checkpoints import when_imported
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -59,6 +60,17 @@ def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
     module._flat_weight_refs = [
         weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
     ]
+
+
+@contextlib.contextmanager
+def replace_recurrences(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Have RNNs call these functions, each with torch's own one before its arguments."""
+    owner: Any = torch._VF
+    with contextlib.ExitStack() as stack:
+        for name, function in functions.items():
+            replacement = functools.partial(function, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, replacement))
+        yield
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from shardkit.planning._kernels import (
     transformers_without_values,
 )
 from shardkit.planning._meter import MemoryMeter
+from shardkit.planning._recurrent import recurrent_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,6 +143,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
             fused_attention(on_cpu=run.on_cpu),
             transformers_without_values(),
             seen_random_states(meter.note) if run.on_cpu else contextlib.nullcontext(),
+            recurrent_layers() if run.on_cpu else contextlib.nullcontext(),
             _explained(meter),
             torch.autograd.set_detect_anomaly(False),  # Its checks read values.
         ):
