@@ -308,7 +308,8 @@ class FSDPModule(_Base):
 
         The default is the module that came next in the last forward. All of `modules` are gathered,
         so a list of n takes the memory of n + 1 modules. An empty list prefetches nothing. A module
-        that is taken out of the model later is left out.
+        that is taken out of the model later is left out. If this module has no group, because the
+        modules in it took all parameters, the call has no effect.
 
         Raises:
             StateError: A module is not sharded (raised here), or is part of another root (raised
