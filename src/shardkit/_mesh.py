@@ -110,7 +110,10 @@ class DeviceMesh:
                 raise MeshError(msg)
             return 0
         if isinstance(axis, str):
-            if self.mesh_dim_names is None or axis not in self.mesh_dim_names:
+            if self.mesh_dim_names is None:
+                msg = f"this mesh has no axis {axis!r}: make it with names, by mesh_dim_names=."
+                raise MeshError(msg)
+            if axis not in self.mesh_dim_names:
                 msg = f"this mesh has no axis {axis!r}; its axes are {self.mesh_dim_names}."
                 raise MeshError(msg)
             return self.mesh_dim_names.index(axis)

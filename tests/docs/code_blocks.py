@@ -141,6 +141,7 @@ def run_blocks(blocks: typing.Sequence[Block], folder: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9's own
+            _forget_seed()
             for block in blocks:
                 exec(compiled(block), namespace)
     finally:
@@ -157,11 +158,21 @@ def run_framework_blocks(blocks: typing.Sequence[Block], folder: str) -> None:
     forget_accelerate()
     try:
         names: dict[str, typing.Any] = {"__name__": "__main__"}
+        _forget_seed()
         for block in blocks:
             exec(compiled(block), names)
     finally:
         os.chdir(before)
         forget_accelerate()
+
+
+def _forget_seed() -> None:
+    """Give each rank other random numbers, as the processes of a launcher have at their start."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    torch.manual_seed(1000 + rank)
 
 
 def compiled(block: Block) -> typing.Any:

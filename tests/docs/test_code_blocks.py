@@ -184,7 +184,8 @@ def test_as_ranks_of_a_launcher(
     monkeypatch.chdir(tmp_path)
     script = tmp_path / unit[0].options["file"]
     script.write_text(unit[0].source)
-    ended = start_ranks([str(script)], int(unit[0].options.get("ranks", 2)), limit_s=120)
+    ranks = unit[0].options.get("ranks", "2")
+    ended = start_ranks([str(script)], int(ranks), limit_s=120, LOCAL_WORLD_SIZE=ranks)
     assert [each.code for each in ended] == [0] * len(ended), ended[0].output[-4000:]
     assert "rank 0" in ended[0].output
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recording import recording_mesh
-from shardkit import DeviceMesh, MeshError
+from shardkit import DeviceMesh, MeshError, init_device_mesh
 
 SHAPE = (2, 3, 4)
 NAMES = ("pipeline", "replicate", "shard")
@@ -54,7 +54,7 @@ def test_an_axis_number_out_of_range_is_refused(axis: int) -> None:
 def test_an_unknown_axis_name_is_refused_and_the_known_ones_are_told() -> None:
     with pytest.raises(MeshError, match=r"no axis 'tensor'; its axes are \('pipeline', 'repl"):
         cube(0).size("tensor")
-    with pytest.raises(MeshError, match=r"no axis 'shard'; its axes are None"):
+    with pytest.raises(MeshError, match=r"no axis 'shard': make it with names"):
         cube(0, names=None)["shard"]
 
 
@@ -214,6 +214,11 @@ def test_meshes_are_equal_by_what_they_arrange() -> None:
 def test_a_mesh_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         plain().rank = 1  # type: ignore[misc]
+
+
+def test_a_number_is_no_shape() -> None:
+    with pytest.raises(MeshError, match=r"mesh_shape .* got 4\. Write \(4,\)"):
+        init_device_mesh("cpu", 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1, 2), (0, 1, 2, 3, 4)])

@@ -231,7 +231,8 @@ class FSDPModule(_Base):
 
         An optimizer, ``zero_grad()`` and `clip_grad_norm_` need the sharded ones. So they get them
         also after an exception in a step, and between forward and backward of groups that keep
-        their unsharded parameters. A thread that does not train gets them at any time.
+        their unsharded parameters. From `unshard` to `reshard` they get unsharded ones. A thread
+        that does not train gets the sharded ones at any time.
         """
         runtime = state_of(self).runtime  # None: at most modules inside have run, as roots.
         if runtime is not None:
@@ -307,7 +308,8 @@ class FSDPModule(_Base):
 
         The default is the module that came next in the last forward. All of `modules` are gathered,
         so a list of n takes the memory of n + 1 modules. An empty list prefetches nothing. A module
-        that is taken out of the model later is left out.
+        that is taken out of the model later is left out. If this module has no group, because the
+        modules in it took all parameters, the call has no effect.
 
         Raises:
             StateError: A module is not sharded (raised here), or is part of another root (raised

@@ -518,9 +518,9 @@ def materialize(
         `model`.
 
     Raises:
-        StateError: Nothing can initialize some modules; this is raised before anything is changed.
-            Or an initialization has left a tensor unwritten, or made one of another shape or dtype.
-            Names are those in `model`.
+        StateError: Nothing can initialize some modules, or `init_fn` cannot be called; this is
+            raised before anything is changed. Or an initialization has left a tensor unwritten, or
+            made one of another shape or dtype. Names are those in `model`.
 
     Cost: no collectives where each module writes its own tensors, or overwrites whole tensors of
     modules inside. A module that reads those tensors, or writes a part of them, costs a gather of
@@ -530,6 +530,12 @@ def materialize(
     the end of the module's turn. A group's pieces exist twice while the group gets its memory.
     Source: `param_init_fn` of PyTorch's FSDP1 and torch_xla.
     """
+    if init_fn is not None and not callable(init_fn):
+        msg = (
+            f"init_fn must be a function of a module, got {init_fn!r}. Pass a device by its name: "
+            f"materialize(model, device='cpu')."
+        )
+        raise StateError(msg)
     with torch.inference_mode(mode=False), torch.no_grad():
         what = f"initializing {type(model).__name__}"
         with Meter(progress, what, rank=max(group_rank(None), 0)) as meter:

@@ -56,10 +56,13 @@ def init_device_mesh(
 
     Raises:
         MeshError: No launcher started this process, the product of the sizes is not the world size,
-            or the device type is unknown. Every rank raises.
+            `mesh_shape` is a number, or the device type is unknown. Every rank raises.
 
     Cost: one process group per axis.
     """
+    if isinstance(mesh_shape, int):
+        msg = f"mesh_shape has the size of each axis, got {mesh_shape}. Write ({mesh_shape},)."
+        raise MeshError(msg)
     if device_type == "xla":
         return _init_xla_mesh(mesh_shape, mesh_dim_names)
     backend_class = _backend_class(device_type)

@@ -203,8 +203,8 @@ def make_torch_mesh(
     if wanted != world_size:
         msg = (
             f"a mesh of shape {shape} needs {wanted} ranks, the world has {world_size}. "
-            f"Start {wanted} processes (torchrun --nproc-per-node), or make a mesh of torch's "
-            f"DeviceMesh over some of the ranks and pass that."
+            f"Start {wanted} processes (torchrun --nproc-per-node), give a shape for {world_size} "
+            f"ranks, or make a mesh of torch's DeviceMesh over some of the ranks and pass that."
         )
         raise MeshError(msg)
     if not dist.is_initialized():

@@ -361,8 +361,9 @@ class LocalOptimizer(DelegatingOptimizer):
         **defaults: Options of `optimizer_class`.
 
     Raises:
-        OptimizerError: The class is known not to be elementwise. In the first step: a parameter is
-            on meta or on an XLA device, or the class keeps state of another shape.
+        OptimizerError: The class is known not to be elementwise, or `master_dtype` is no
+            floating-point dtype. In the first step: a parameter is on meta or on an XLA device, or
+            the class keeps state of another shape.
 
     Cost: no collective. Memory: the class's state of this rank's pieces; with masters, the masters
     and a copy of the gradients during the step. Reading encoded state takes its size in fp32.
@@ -376,6 +377,13 @@ class LocalOptimizer(DelegatingOptimizer):
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
+        given: Any = master_dtype
+        if given is not None and not getattr(given, "is_floating_point", False):
+            msg = (
+                f"master_dtype must be a floating-point dtype such as torch.float32, or None for "
+                f"no masters, got {master_dtype!r}."
+            )
+            raise OptimizerError(msg)
         self.master_dtype = master_dtype
         super().__init__(params, optimizer_class, defaults)
 

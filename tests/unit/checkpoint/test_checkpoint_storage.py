@@ -304,6 +304,12 @@ def test_states_are_not_models(act: typing.Any, tmp_path: pathlib.Path) -> None:
         act(tmp_path / "x", model, iter([optimizer]))
 
 
+@pytest.mark.parametrize("act", [checkpoint.save_full, checkpoint.load_full])
+def test_the_path_comes_before_the_model(act: typing.Any) -> None:
+    with pytest.raises(CheckpointError, match=r"model: expected a module, not str\. .* path comes"):
+        act(nn.Linear(2, 2), "model.pt")
+
+
 def test_progress_of_whole_files_is_told(tmp_path: pathlib.Path) -> None:
     model = nn.Linear(2, 2)
     torch.save(model.state_dict(), tmp_path / "x.pt")

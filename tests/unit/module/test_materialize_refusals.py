@@ -37,6 +37,11 @@ def test_modules_without_a_way_are_named_before_anything_is_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_device_in_the_place_of_the_function_is_refused() -> None:
+    with pytest.raises(StateError, match=r"got 'cpu'\. .* materialize\(model, device='cpu'\)"):
+        materialize(sharded(on_meta()), "cpu")  # type: ignore[arg-type]
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

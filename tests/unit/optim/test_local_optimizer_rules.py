@@ -30,6 +30,13 @@ def a_class(name: str) -> type[torch.optim.Optimizer]:
     return type(name, (torch.optim.SGD,), {})
 
 
+@pytest.mark.parametrize("master_dtype", ["fp32", torch.int32])
+def test_masters_have_a_floating_dtype(master_dtype: typing.Any) -> None:
+    params = nn.Linear(2, 2).parameters()
+    with pytest.raises(OptimizerError, match=r"master_dtype must be .* got "):
+        LocalOptimizer(params, torch.optim.AdamW, master_dtype=master_dtype)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -30,7 +30,8 @@ WRITTEN_SINCE = "written since it was gathered"
 """Words in descriptions of gathers that only some ranks need: others still have the memory."""
 
 _SAME_ORDER = (
-    "Run the same modules in the same order on all ranks, as often, and put modules that ranks "
+    "Run the same modules in the same order on all ranks, as often. Call norms, full_tensor, "
+    "saving and loading on all ranks as well, not under `if rank == 0`. Put modules that ranks "
     "choose among (experts) in one group, of which each rank runs at least one."
 )
 _ALL_WRITE = (

@@ -112,7 +112,17 @@ def split_at_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state dict: the tensors themselves, also hidden sharded ones."""
+    """Return the model's state dict: the tensors themselves, also hidden sharded ones.
+
+    Raises:
+        CheckpointError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        msg = (
+            f"model: expected a module, not {type(model).__name__}. Where a function takes a path "
+            f"and a model, the path comes first."
+        )
+        raise CheckpointError(msg)
     state = model.state_dict(keep_vars=True)
     return {plain_name(model, name): value for name, value in state.items()}
 

@@ -98,6 +98,8 @@ def test_two_collectives_at_one_position_are_named_with_their_lines() -> None:
     assert "rank 0: c, step 3, at train.py:41, `train`, in forward" in found.text
     assert "rank 1: x, step 3, at train.py:57, `evaluate`" in found.text
     assert found.doomed == {"0": "0 2 issued", "1": "0 2 agreed"}
+    assert "norms, full_tensor, saving and loading" in found.text  # Not only modules part ranks.
+    assert "not under `if rank == 0`" in found.text
 
 
 def test_ranks_that_part_are_grouped() -> None:
