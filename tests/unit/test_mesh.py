@@ -221,6 +221,19 @@ def test_a_number_is_no_shape() -> None:
         init_device_mesh("cpu", 4)  # type: ignore[arg-type]
 
 
+def test_a_device_is_no_name_of_a_device_type() -> None:
+    with pytest.raises(MeshError, match=r"a name such as 'cpu' .* got device\(type='cpu'\)"):
+        init_device_mesh(torch.device("cpu"), (1,))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="There is one.")
+def test_a_device_type_without_devices_is_refused() -> None:
+    with pytest.raises(
+        MeshError, match=r"no device of type 'xpu' can be used here: torch .* 'cpu'"
+    ):
+        init_device_mesh("xpu", (1,))
+
+
 @pytest.mark.parametrize("ranks", [(0,), (0, 1, 2), (0, 1, 2, 3, 4)])
 def test_a_shape_that_does_not_fit_its_ranks_is_refused(ranks: tuple[int, ...]) -> None:
     message = rf"a mesh of shape \(2, 2\) needs 4 ranks, got {len(ranks)}\."

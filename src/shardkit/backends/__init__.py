@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from shardkit._errors import MeshError
@@ -56,10 +57,13 @@ def init_device_mesh(
 
     Raises:
         MeshError: No launcher started this process, the product of the sizes is not the world size,
-            `mesh_shape` is a number, or the device type is unknown. Every rank raises.
+            `mesh_shape` is a number, or no device of this type can be used. Every rank raises.
 
     Cost: one process group per axis.
     """
+    if not isinstance(device_type, str):
+        msg = f"device_type is a name such as 'cpu' or 'cuda', got {device_type!r}."
+        raise MeshError(msg)
     if isinstance(mesh_shape, int):
         msg = f"mesh_shape has the size of each axis, got {mesh_shape}. Write ({mesh_shape},)."
         raise MeshError(msg)
@@ -148,5 +152,10 @@ def _backend_class(device_type: str) -> type[ProcessGroupBackend]:
         return GlooBackend
     from shardkit.backends.accelerator import AcceleratorBackend
 
-    device_module(device_type)  # Raises if torch knows no such accelerator.
+    if not device_module(device_type).is_available():
+        msg = (
+            f"no device of type {device_type!r} can be used here: torch {torch.__version__} is "
+            f"built without it, or sees none. On CPU ranks make meshes for 'cpu'."
+        )
+        raise MeshError(msg)
     return AcceleratorBackend
