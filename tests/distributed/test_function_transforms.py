@@ -409,9 +409,27 @@ def replaced_by_hand() -> None:
     model(torch.ones(1, 3))
 
 
-def test_a_parameter_replaced_by_hand_is_refused_as_before(spawn_errors: Spawn) -> None:
-    for error in spawn_errors(replaced_by_hand, 2):
-        assert "'weight' of a FSDPLinear is no longer the parameter" in error.message
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight.triu()
+
+
+def parametrized_too_late() -> None:
+    """`parametrize` swaps the sharded parameter and the plain result of `right_inverse`."""
+    model = fully_shard(nn.Linear(3, 3))
+    nn.utils.parametrize.register_parametrization(model, "weight", Symmetric())
+    model(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("replace", [replaced_by_hand, parametrized_too_late])
+def test_a_parameter_replaced_by_hand_is_refused_as_before(
+    spawn_errors: Spawn, replace: Callable[[], None]
+) -> None:
+    for error in spawn_errors(replace, 2):
+        assert "FSDPLinear is no longer the parameter '" in error.message
 
 
 class Hidden(nn.Linear):

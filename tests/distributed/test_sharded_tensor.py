@@ -495,6 +495,16 @@ def test_data_costs_memory_only_while_it_is_kept() -> None:
 
 
 @on_ranks(2)
+def test_a_parameter_that_was_swapped_with_a_plain_one_is_sharded_again() -> None:
+    plain, sharded = nn.Linear(3, 3), fully_shard(nn.Linear(3, 3))
+    torch.utils.swap_tensors(sharded.weight, nn.Parameter(plain.weight.detach().clone()))
+    sharded.bias.data.copy_(plain.bias.data)
+    x = torch.ones(1, 3)
+    assert torch.equal(sharded(x), plain(x))
+    assert all(isinstance(param, ShardedTensor) for param in sharded.parameters())
+
+
+@on_ranks(2)
 def test_views_in_inference_mode_are_those_of_other_modes() -> None:
     """Of ordinary tensors, as torch's: a state dict of there is loaded and written elsewhere."""
     plain, sharded = whole_and_sharded((2,))

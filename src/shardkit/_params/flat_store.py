@@ -723,9 +723,12 @@ class FlatStore(Store):
     def has_all_pieces(self) -> bool:
         """Whether every parameter still has its piece here; each pass calls this."""
         shard = self.shard
-        for entry in self.entries:  # noqa: SIM110 - a generator takes longer
-            if entry.param.flat is not shard:  # type: ignore[attr-defined]
-                return False
+        try:
+            for entry in self.entries:
+                if entry.param.flat is not shard:  # type: ignore[attr-defined]
+                    return False
+        except AttributeError:  # `swap_tensors` of the user, or of `parametrize`.
+            return False
         return True
 
     def piece(self, reduced: Tensor, index: int) -> Tensor:

@@ -532,6 +532,9 @@ class ParamGroup:
         found: dict[int, KnownValue | None] = {}
         for bucket in self.buckets:
             for index, entry in enumerate(bucket.entries):
+                if not hasattr(entry.param, "flat"):  # `swap_tensors` has put a plain one there.
+                    found[id(entry)] = None
+                    continue
                 is_own = bucket.store.has_piece_of(index)
                 number: int | None = first.get(id(entry))
                 if number is None:
