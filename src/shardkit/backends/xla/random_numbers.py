@@ -79,7 +79,7 @@ _READS = {
 }
 """Operators whose result, or the shape of it, the host has to know."""
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
-_MASKED = {_aten.index.Tensor}
+_MASKED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _KEYS = [
     getattr(torch._C.DispatchKey, name)
     for name in ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
@@ -104,33 +104,27 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for arg in iter_tensors((args, kwargs), depth=0):
         if isinstance(arg, HostValues):
             _refuse_sharded(func, getattr(arg, "base", arg))  # For a view, its base.
-    source = _read_by(func, args, kwargs)
-    if source is not None and _is_inside(source):
+    if any(map(_is_inside, _read_by(func, args, kwargs))):
         _refuse_read(func)
 
 
-def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor whose values the host would need."""
-    if func in _READS or _is_missing(func):
-        return _on_xla(args)
+def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors whose values the host would need."""
+    if not may_read(func):
+        return []
     if func in _COPIES:
         target = kwargs["device"] if "device" in kwargs else args[0].device
-        leaves = target is not None and torch.device(target).type != "xla"
-        return _on_xla(args) if leaves else None
-    if func in _MASKED:
-        masks = [i for i in args[1] if i is not None and i.dtype in {torch.bool, torch.uint8}]
-        return _on_xla(tuple(masks))
-    return None
+        if target is None or torch.device(target).type == "xla":
+            return []
+    elif func in _MASKED:
+        args = tuple(i for i in args[1] if i is not None and i.dtype in {torch.bool, torch.uint8})
+    return [arg for arg in iter_tensors(args, depth=0) if arg.device.type == "xla"]
 
 
 @functools.cache
 def _is_missing(func: Any) -> bool:
     """Whether torch_xla lacks this operator, and lets the host compute it."""
     return not any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
-
-
-def _on_xla(args: tuple[Any, ...]) -> Tensor | None:
-    return next((arg for arg in iter_tensors(args, depth=0) if arg.device.type == "xla"), None)
 
 
 def _is_inside(tensor: Tensor) -> bool:
@@ -177,6 +171,13 @@ def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
 
 
 def _refuse_read(func: Any) -> NoReturn:
+    if _is_missing(func) and func not in _READS:
+        msg = (
+            f"{func} inside a forward: torch_xla does not have this operator, and would compute "
+            f"it on the host. There its operands have no values yet: the forward is traced, and "
+            f"runs later. Compute the same by other operators, or outside of the model."
+        )
+        raise StateError(msg)
     msg = (
         f"{func} inside a forward takes a tensor's values to the host (item(), print, cpu(), "
         f"an `if` or a mask by values). There it has other values on every rank, and none yet: "
