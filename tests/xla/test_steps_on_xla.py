@@ -417,7 +417,7 @@ DRAWN: dict[str, tuple[typing.Callable[[torch.Tensor], torch.Tensor], float | No
     ),
     "randperm": (lambda x: x + torch.randperm(x.shape[1], device=x.device), 15.5),
     "gumbel_softmax": (nn.functional.gumbel_softmax, 1 / 32),
-    "dropout1d": (lambda x: nn.functional.dropout1d(x + 1), 1.0),
+    "dropout1d": (lambda x: nn.functional.dropout1d(x[..., None] + 1), 1.0),
     "alpha_dropout": (lambda x: nn.functional.alpha_dropout(x, 0.5, training=True), None),
 }
 
