@@ -1102,7 +1102,7 @@ class Twins:
             saved = checkpoint.async_save(path, self.sharded, optimizers)
             self.spoil()
             saved.result()
-        plain, sharded = self.like(self.plain), self.like(self.plain)
+        plain, sharded = self.like(self.plain), self.put(self.like(self.plain))
         plain.load_state_dict(self.plain.state_dict())
         if self.layout in ALIKE and way > 3:
             self.layout = ALIKE[way % len(ALIKE)]

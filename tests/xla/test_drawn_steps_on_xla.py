@@ -19,7 +19,10 @@ if typing.TYPE_CHECKING:
 
 NUM_SEQUENCES = int(os.environ.get("SHARDKIT_TEST_SEQUENCES", "5"))
 STEPS = 12
-LAYOUTS = ("layers", "one group", "list", "kept", "tied", "mapping", "recomputed", "two dtypes")
+LAYOUTS = (
+    *("layers", "one group", "list", "kept", "tied", "mapping", "recomputed"),
+    *("two dtypes", "cast", "reduced"),
+)
 REFUSED = {
     "set_recompute": "torch's checkpoint, which does not repeat the random numbers of ranks",
     "write_in_forward": "forwards that write to parameters",

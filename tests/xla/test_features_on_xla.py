@@ -10,6 +10,7 @@ import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_xla
 from torch import nn
 from xla_graphs import adamw, num_compiles, sharding_of
@@ -110,6 +111,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     other = Pair(XlaRanks(mesh), "mlp", adamw)
     assert checkpoint.load(tmp_path / "saved", other.sharded, other.optimizers[1])["step"] == 1
     assert_same(whole(other.sharded), expected)
+
+
+def test_a_process_group_makes_another_for_saves_in_the_background(
+    mesh: DeviceMesh, tmp_path: pathlib.Path
+) -> None:
+    pair = Pair(XlaRanks(mesh), "mlp")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        checkpoint.async_save(tmp_path / "saved", pair.sharded).result()
+    finally:
+        dist.destroy_process_group()
+    other = Pair(XlaRanks(mesh), "mlp")
+    other.step()
+    checkpoint.load(tmp_path / "saved", other.sharded)
+    assert_same(whole(other.sharded), whole(pair.sharded))
 
 
 def test_there_are_no_local_files(mesh: DeviceMesh) -> None:

@@ -46,7 +46,15 @@ READS: dict[str, Use] = {
     "nonzero": lambda y: y.nonzero(),
     "mask": lambda y: y[y > 0],
     "unique": lambda y: y.unique(),
+    "write by a mask": lambda y: y.clone().__setitem__(y < 0, 0.0),
 }
+MISSING: dict[str, Use] = {
+    "lgamma": torch.lgamma,
+    "its backward": lambda y: nn.functional.glu(y.repeat(1, 2)),
+    "called by another": lambda y: y.median(1),
+    "of a constant first": lambda y: torch.searchsorted(torch.ones(3, device="xla"), y.detach()),
+}
+"""Operators that torch_xla lets the host compute."""
 
 
 @pytest.mark.parametrize("name", READS)
@@ -56,6 +64,13 @@ def test_values_cannot_be_read(name: str, mesh: DeviceMesh) -> None:
         model(torch.randn(8, 7))
     model.use = lambda _: None
     assert model(torch.randn(8, 7)).cpu().shape == (8, 3)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_the_host_would_compute_is_refused(name: str, mesh: DeviceMesh) -> None:
+    model = fully_shard(Using(MISSING[name]).to("xla"), mesh)
+    with pytest.raises(StateError, match="torch_xla does not have this operator, or its"):
+        model(torch.randn(8, 7))
 
 
 def test_values_cannot_be_read_when_forward_runs_again(mesh: DeviceMesh) -> None:

@@ -222,6 +222,48 @@ def test_running_statistics_are_the_mean_over_the_ranks(mesh: DeviceMesh) -> Non
 # --- parameters outside of forward --------------------------------------------------------------
 
 
+class Counting(nn.Module):
+    """Puts new tensors in the place of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.fails = False
+        self.keeps: typing.Callable[[torch.Tensor], torch.Tensor] = lambda y: y.detach().mean(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.mean = 0.5 * self.mean + self.keeps(y)
+        self.count = self.count + 1
+        if self.fails:
+            raise ArithmeticError
+        return typing.cast("torch.Tensor", y - 0.1 * self.count)
+
+
+def test_buffers_may_be_exchanged(mesh: DeviceMesh) -> None:
+    plain = Counting()
+    model = fully_shard(on_xla(plain), mesh)
+    x = torch.randn(ROWS, 7)
+    for fails in (False, True, False):
+        if fails:
+            model.fails = True
+            with pytest.raises(ArithmeticError):
+                model(x.to("xla"))
+            model.fails = False
+            continue
+        outputs = plain(x), model(x.to("xla"))
+        torch.testing.assert_close(outputs[1].cpu(), outputs[0], rtol=0, atol=1e-6)
+        torch_xla.sync()
+    torch.testing.assert_close(model.mean.cpu(), plain.mean.detach(), rtol=0, atol=1e-6)
+    assert model.count.item() == plain.count.item() == 2
+    model.keeps = lambda y: y.detach()  # A rank's rows.
+    with pytest.raises(StateError, match=r"shape \(2, 3\) in the place of the buffer 'mean'"):
+        model(x.to("xla"))
+    assert model.count.item() == 2
+
+
 def test_a_parameter_that_was_kept_cannot_be_used(mesh: DeviceMesh) -> None:
     pair = Pair(XlaRanks(mesh), "mlp")
     kept = []
@@ -375,7 +417,7 @@ DRAWN: dict[str, tuple[typing.Callable[[torch.Tensor], torch.Tensor], float | No
     ),
     "randperm": (lambda x: x + torch.randperm(x.shape[1], device=x.device), 15.5),
     "gumbel_softmax": (nn.functional.gumbel_softmax, 1 / 32),
-    "dropout1d": (lambda x: nn.functional.dropout1d(x + 1), 1.0),
+    "dropout1d": (lambda x: nn.functional.dropout1d(x[..., None] + 1), 1.0),
     "alpha_dropout": (lambda x: nn.functional.alpha_dropout(x, 0.5, training=True), None),
 }
 

@@ -71,7 +71,7 @@ class RegionTensors:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._buffers: list[tuple[nn.Module, Tensor, Tensor, int]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
         self._held: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
 
     def enter(self, module: nn.Module) -> None:
@@ -81,7 +81,7 @@ class RegionTensors:
             if id(buffer) not in entered:
                 entered[id(buffer)] = self._region.enter_shared(buffer.detach())
             local = entered[id(buffer)]
-            self._buffers.append((child, buffer, local, torch_tensors.version_of(local)))
+            self._buffers.append((child, name, buffer, local, torch_tensors.version_of(local)))
             self._hold(child._buffers, name, buffer, local)  # noqa: SLF001 - past `setattr`
         self.enter_params(module)
 
@@ -100,15 +100,35 @@ class RegionTensors:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Write back the values that forwards wrote to buffers: running statistics, counters."""
-        done: set[int] = set()
-        for child, buffer, local, version in self._buffers:
-            if was_written(child, local, version) and id(buffer) not in done:
-                done.add(id(buffer))
-                buffer.copy_(self._region.leave_shared(self._region.agree(local)))
+        """Take out what forwards wrote to buffers, or put in their place: statistics, counters.
+
+        Raises:
+            StateError: Another tensor is in a buffer's place, and has another shape.
+        """
+        done: dict[int, Tensor] = {}
+        for child, name, buffer, local, version in self._buffers:
+            held = child._buffers.get(name)  # noqa: SLF001 - what the forward has left there
+            if held is None or (held is local and not was_written(child, local, version)):
+                continue
+            if held.shape != buffer.shape:
+                msg = (
+                    f"a forward has put a tensor of shape {tuple(held.shape)} in the place of the "
+                    f"buffer {name!r}, of shape {tuple(buffer.shape)}. On XLA devices it cannot be "
+                    f"put together from those of the ranks: return it."
+                )
+                raise StateError(msg)
+            if id(held) not in done:
+                done[id(held)] = self._region.leave_shared(self._region.agree(held.detach()))
+                if held is local:
+                    buffer.copy_(done[id(held)])
+            if held is not local:
+                child._buffers[name] = done[id(held)]  # noqa: SLF001 - past `setattr`
+        self._buffers.clear()
 
     def restore(self) -> None:
-        """Let modules hold their own tensors again."""
+        """Let modules hold their own tensors again, and also buffers after an exception."""
+        for child, name, buffer, *_ in self._buffers:
+            child._buffers[name] = buffer  # noqa: SLF001 - what a forward has put there is lost
         for holder, name, whole, local in self._held:
             if holder.get(name) is local:
                 holder[name] = whole

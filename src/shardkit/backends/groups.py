@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
+from torch.distributed import distributed_c10d
 
 from shardkit._compat import torch_groups
 from shardkit._errors import MeshError
@@ -69,7 +70,8 @@ def new_group(ranks: Sequence[int], backend: str | None = None, of: str = "") ->
         of: Name of the group that it is a part of; empty: none.
     """
     with _named_group(ranks, of):
-        group: dist.ProcessGroup = dist.new_group(
+        # Not `dist.new_group`: in its place torch_xla puts a function without the last argument.
+        group: dist.ProcessGroup = distributed_c10d.new_group(
             list(ranks),
             timeout=collective_timeout(),
             backend=backend,

@@ -280,7 +280,7 @@ class Groups:
         self.calls: list[tuple[object, ...]] = []
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda parent: parent.ranks)
-        monkeypatch.setattr(dist, "new_group", self._new_group)
+        monkeypatch.setattr(c10d, "new_group", self._new_group)
         monkeypatch.setattr(dist, "split_group", self._split_group)
         monkeypatch.setattr(process_groups, "_num_made", process_groups.OfWorld())
 

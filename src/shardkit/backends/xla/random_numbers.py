@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,8 +79,12 @@ _READS = {
     _aten.bincount.default,
 }
 """Operators whose result, or the shape of it, the host has to know."""
+_INDIRECT = {_aten.median.dim, _aten.nanmedian.dim, _aten.logcumsumexp.default}
+"""Operators that call others, which torch_xla does not have."""
+_NO_BACKWARD = {"glu", "logit", "_cdist_forward", "_pdist_forward", "multilabel_margin_loss"}
+"""Names of operators that torch_xla has, but not those of their backward."""
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
-_MASKED = {_aten.index.Tensor}
+_MASKED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _KEYS = [
     getattr(torch._C.DispatchKey, name)
     for name in ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
@@ -89,7 +94,8 @@ _HARMLESS = {_aten.detach.default, _aten.alias.default}
 
 def may_read(func: Any) -> bool:
     """Whether an operator may need values on the host, depending on its arguments."""
-    return func in _READS or func in _COPIES or func in _MASKED or _is_missing(func)
+    is_known = func in _READS or func in _COPIES or func in _MASKED
+    return is_known or _is_missing(func) or _lacks_backward(func)
 
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,33 +110,42 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for arg in iter_tensors((args, kwargs), depth=0):
         if isinstance(arg, HostValues):
             _refuse_sharded(func, getattr(arg, "base", arg))  # For a view, its base.
-    source = _read_by(func, args, kwargs)
-    if source is not None and _is_inside(source):
+    if any(map(_is_inside, _read_by(func, args, kwargs))):
         _refuse_read(func)
 
 
-def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor whose values the host would need."""
-    if func in _READS or _is_missing(func):
-        return _on_xla(args)
+def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors whose values the host would need."""
     if func in _COPIES:
         target = kwargs["device"] if "device" in kwargs else args[0].device
-        leaves = target is not None and torch.device(target).type != "xla"
-        return _on_xla(args) if leaves else None
-    if func in _MASKED:
-        masks = [i for i in args[1] if i is not None and i.dtype in {torch.bool, torch.uint8}]
-        return _on_xla(tuple(masks))
-    return None
+        if target is None or torch.device(target).type == "xla":
+            return []
+    elif func in _MASKED:
+        args = tuple(i for i in args[1] if i is not None and i.dtype in {torch.bool, torch.uint8})
+    elif func not in _READS and not _is_on_host(func):
+        return []
+    return [arg for arg in iter_tensors(args, depth=0) if arg.device.type == "xla"]
+
+
+def _is_on_host(func: Any) -> bool:
+    """Whether the host computes this operator, or would compute its backward."""
+    return _is_missing(func) or (torch.is_grad_enabled() and _lacks_backward(func))
 
 
 @functools.cache
 def _is_missing(func: Any) -> bool:
     """Whether torch_xla lacks this operator, and lets the host compute it."""
-    return not any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
+    return func in _INDIRECT or not any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
 
 
-def _on_xla(args: tuple[Any, ...]) -> Tensor | None:
-    return next((arg for arg in iter_tensors(args, depth=0) if arg.device.type == "xla"), None)
+@functools.cache
+def _lacks_backward(func: Any) -> bool:
+    """Whether torch_xla lacks the operator that backward runs for this one."""
+    name = func._schema.name.removeprefix("aten::")
+    is_tpu_only = name in {"upsample_nearest2d", "upsample_bilinear2d"}
+    if is_tpu_only and xr.device_type() == "TPU":
+        return False
+    return name in _NO_BACKWARD or "upsample_" in name
 
 
 def _is_inside(tensor: Tensor) -> bool:
@@ -177,6 +192,13 @@ def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
 
 
 def _refuse_read(func: Any) -> NoReturn:
+    if func not in _READS and _is_on_host(func):
+        msg = (
+            f"{func} inside a forward: torch_xla does not have this operator, or its backward, and "
+            f"would compute it on the host. There its operands have no values yet: the forward is "
+            f"traced, and runs later. Compute the same by other operators, or outside of the model."
+        )
+        raise StateError(msg)
     msg = (
         f"{func} inside a forward takes a tensor's values to the host (item(), print, cpu(), "
         f"an `if` or a mask by values). There it has other values on every rank, and none yet: "
