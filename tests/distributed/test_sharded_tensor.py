@@ -556,6 +556,22 @@ def test_copies_have_gradients_where_torch_copies_them() -> None:
         copy.deepcopy(sharded.matrix * 2)
 
 
+@on_ranks(2)
+def test_shallow_copies_share_memory() -> None:
+    plain, sharded = whole_and_sharded((2,))
+    for original in (plain.matrix, sharded.matrix, plain.matrix * 2, sharded.matrix * 2):
+        original.note = "kept"
+        copied = copy.copy(original)
+        assert isinstance(copied, nn.Parameter) is isinstance(original, nn.Parameter)
+        assert isinstance(copied, ShardedTensor) is isinstance(original, ShardedTensor)
+        assert copied.is_leaf
+        assert copied.requires_grad
+        assert copied.note == "kept"
+        with torch.no_grad():
+            copied.fill_(3)
+            assert original.sum() == 3 * original.numel()
+
+
 def convert_module_dtype(mesh_shape: tuple[int, ...]) -> None:
     plain, sharded = whole_and_sharded(mesh_shape)
     plain.to(torch.bfloat16)

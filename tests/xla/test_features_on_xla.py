@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch_xla
 from torch import nn
+from torch_xla.core import xla_model
 from xla_graphs import adamw, num_compiles, sharding_of
 from xla_ranks import XlaRanks, on_xla
 
@@ -69,6 +70,15 @@ def test_state_dicts_are_pickled(mesh: DeviceMesh, tmp_path: pathlib.Path) -> No
     for _ in range(2):
         pair.step()
     pair.assert_equal()
+
+
+def test_the_function_of_torch_xla_saves_the_same_values(
+    mesh: DeviceMesh, tmp_path: pathlib.Path
+) -> None:
+    model = Pair(XlaRanks(mesh), "mlp", adamw).sharded
+    xla_model.save(model.state_dict(), tmp_path / "saved")
+    loaded = torch.load(tmp_path / "saved", weights_only=False)
+    assert_same({name: each.full_tensor().cpu() for name, each in loaded.items()}, whole(model))
 
 
 def test_models_are_pickled(mesh: DeviceMesh, tmp_path: pathlib.Path) -> None:

@@ -530,6 +530,19 @@ class ShardedTensor(ClientAnswers):
         torch_tensors.keep_grad_dtype(result, self)
         return result
 
+    def __copy__(self) -> ShardedTensor:
+        """Return another tensor with the memory of this one, and without its history, as torch."""
+        is_param = isinstance(self, torch.nn.Parameter)
+        result: Any = torch.nn.Parameter(self.detach()) if is_param else self.detach()
+        result.requires_grad_(self.requires_grad)
+        result.__dict__.update(user_attributes(self))
+        if self.is_leaf:
+            torch_tensors.keep_grad_dtype(result, self)
+        # The same object: `xm.save` of torch_xla tells tensors apart by their ids.
+        result.local_piece = self.local_piece
+        copied: ShardedTensor = result
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """Copy this rank's piece; the copy is cut in the same way on the same mesh."""
         if id(self) in memo:
