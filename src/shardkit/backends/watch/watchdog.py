@@ -793,7 +793,9 @@ class Watchdog:
     def note_error(self, error: BaseException) -> None:
         """Note an exception that left a forward, or that other ranks have to know."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        place = f" at {place_of(frames[-1])}" if frames else ""
+        # The frame of a generator, as of a context manager, does not lead to its caller.
+        places = [place for place in map(place_of, reversed(frames)) if place.line]
+        place = f" at {places[0]}" if places else ""
         self.error = f"{type(error).__name__}: {error}{place}"
         self._alarmed_step = self.step + 1  # Others may have gone on without it.
 

@@ -10,11 +10,13 @@ import threading
 import time
 import types
 import typing
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from shardkit import RankMismatchError
+from shardkit import RankMismatchError, StateError, record
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import watchdog as module
 from shardkit.backends.watch.diagnosis import Diagnosis
@@ -62,6 +64,20 @@ def watchdog() -> Iterator[Watchdog]:
 
 def final(awaited: str) -> Diagnosis:
     return Diagnosis(is_final=True, text="rank 1 is gone", doomed={"0": awaited})
+
+
+def enter_a_generator_that_raises() -> None:
+    with record(torch.nn.Linear(2, 2), folder=Path(__file__)):
+        pass
+
+
+def test_the_place_of_an_error_is_a_line_of_the_user_s(watchdog: Watchdog) -> None:
+    """The frame of a generator does not lead to the function that has resumed it."""
+    with pytest.raises(StateError) as raised:
+        enter_a_generator_that_raises()
+    watchdog.note_error(raised.value)
+    line = enter_a_generator_that_raises.__code__.co_firstlineno + 1
+    assert f" at test_watchdog.py:{line}, `enter_a_generator_that_raises`" in str(watchdog.error)
 
 
 def test_a_device_that_waits_ends_the_process_if_it_cannot_be_freed(
