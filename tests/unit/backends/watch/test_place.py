@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import typing
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from shardkit.backends.watch.status import (
     CodePlace,
@@ -15,6 +17,9 @@ from shardkit.backends.watch.status import (
     place_of,
     stack_of,
 )
+
+if typing.TYPE_CHECKING:
+    import types
 
 
 class Looks(nn.Module):
@@ -84,3 +89,20 @@ def test_the_stack_has_every_frame() -> None:
 
 def test_a_main_thread_that_has_ended_has_no_place() -> None:
     assert place_of(None) == CodePlace()
+
+
+def test_a_context_manager_is_named_by_its_function() -> None:
+    found: list[CodePlace] = []
+
+    def see(frame: types.FrameType, *_: object) -> None:
+        if frame.f_code.co_name == "cached":
+            found.append(place_of(frame))
+
+    sys.setprofile(see)
+    try:
+        with parametrize.cached():
+            pass
+    finally:
+        sys.setprofile(None)
+    assert found[0].function == "test_a_context_manager_is_named_by_its_function"
+    assert found[0].inside == "cached"
