@@ -525,10 +525,7 @@ class ShardedTensor(ClientAnswers):
         del assign  # `_params.state_dicts` has done it before.
         if other is not self:
             self.copy_(other)
-        result = torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad)
-        result.__dict__.update(user_attributes(self))
-        torch_tensors.keep_grad_dtype(result, self)
-        return result
+        return copy.copy(self)
 
     def __copy__(self) -> ShardedTensor:
         """Return another tensor with the memory of this one, and without its history, as torch."""

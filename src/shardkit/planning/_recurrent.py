@@ -165,9 +165,7 @@ class _OneDnnLstm(torch.autograd.Function):
         if is_kept:
             workspace = _bytes(x, _workspace_nbytes(x, hidden))
             ctx.save_for_backward(*inputs, *results, workspace)
-        wide = _pitch(len(of_inputs), x.itemsize)
-        scratch += [_bytes(x, weight.shape[1] * wide) for weight in (of_inputs, of_state)]
-        scratch.append(_bytes(x, _scratch_nbytes(x, hidden)))
+        scratch += _packed_and_sums(x, hidden, (of_inputs, of_state), x.itemsize)
         return results
 
     @staticmethod
@@ -190,13 +188,19 @@ class _OneDnnLstm(torch.autograd.Function):
         else:
             scratch += map(_in_fp32, grads)
             scratch += map(torch.empty_like, (of_inputs, of_state))
-        wide = _pitch(len(of_inputs), 4)
-        scratch += [_bytes(x, weight.shape[1] * wide) for weight in (of_inputs, of_state)]
-        scratch.append(_bytes(x, _scratch_nbytes(x, hidden)))
+        scratch += _packed_and_sums(x, hidden, (of_inputs, of_state), 4)
         del scratch
         for index, each in enumerate(results):
             results[index] = each.to(x.dtype)
         return None, *results
+
+
+def _packed_and_sums(
+    x: Tensor, hidden: Tensor, weights: tuple[Tensor, ...], itemsize: int
+) -> list[Tensor]:
+    """Return what both passes take: weights or their gradients in oneDNN's format, and sums."""
+    packed = [_bytes(x, each.shape[1] * _pitch(len(each), itemsize)) for each in weights]
+    return [*packed, _bytes(x, _scratch_nbytes(x, hidden))]
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:

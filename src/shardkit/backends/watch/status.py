@@ -123,7 +123,7 @@ def _inside(called: list[CodeType]) -> str:
     """Return the function that the user's line called, by the name that users know."""
     for code in reversed(called):
         name = code.co_qualname
-        # Else it is a decorator's function.
+        # Else it belongs to a decorator, or to what makes a context manager of a function.
         if "<locals>" not in name and not name.startswith("_GeneratorContextManager."):
             return _NAMES.get(name, name)
     return ""
