@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardkit
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from shardkit.optim import LocalOptimizer, MatrixOptimizer
 from shardkit.planning._allocator import reserved_nbytes
 from shardkit.planning._run import Run, batch_on_meta, dry_run
 from wrapped_models import Stack
@@ -191,6 +192,27 @@ def _momentum(params: typing.Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+def _fused(params: typing.Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True)
+
+
+def _with_masters(params: typing.Any) -> torch.optim.Optimizer:
+    return LocalOptimizer(params, torch.optim.AdamW, fused=True, master_dtype=torch.float64)
+
+
+def _by_lists(params: typing.Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, foreach=True)
+
+
+def _muon(params: typing.Any) -> torch.optim.Optimizer:
+    return MatrixOptimizer([p for p in params if p.dim() == 2], torch.optim.Muon)
+
+
+def _few_rows() -> Tensor:
+    """Return a batch so small that steps of optimizers need the most memory."""
+    return torch.ones(1, 250)
+
+
 NUM_CHEAP = 5
 """So many of the cases are tried in the session `tests`, the others in `helpers`."""
 EIGHT_RANKS = ["eight ranks", "experts, hybrid on eight ranks"]
@@ -218,6 +240,11 @@ CASES: dict[str, Case] = {
     "experts again": Case(Experts, _vectors, (4,), recompute={}),
     "adapters kept": Case(Adapters, _tokens, options={"reshard_after_forward": False}),
     "recurrent": Case(Recurrent, lambda: torch.randn(8, 24, 32)),
+    "fused": Case(Mlp, _few_rows, optimizer=_fused),
+    "masters": Case(Mlp, _few_rows, optimizer=_with_masters),
+    "rows and columns": Case(Mlp, _few_rows, optimizer=_by_lists),
+    "averages": Case(Mlp, _few_rows, optimizer=torch.optim.ASGD),
+    "matrices": Case(Mlp, _few_rows, optimizer=_muon),
     "tensor parallel": SplitCase(Mlp, _rows, (4,)),
     "offloaded": Case(Mlp, _rows, options={"offload_policy": CPUOffloadPolicy()}),
     "accumulation, hybrid": Case(

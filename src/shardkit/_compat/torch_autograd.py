@@ -5,9 +5,12 @@ No branch on torch's version.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import sys
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -143,6 +146,28 @@ def register_foreach_class(cls: type[Tensor]) -> None:
     for supported in lists:
         if cls not in supported:
             supported.append(cls)
+
+
+@contextlib.contextmanager
+def optimizers_on_meta(*, on_cpu: bool) -> Iterator[None]:
+    """Let optimizers choose their kernels for tensors on meta as for those of a device.
+
+    Functions list the devices that have list operators, fused kernels, and steps that graphs can
+    capture. Modules of optimizers import the last one by name. Tested with torch 2.9 to 2.15.
+    """
+    names = ["_get_fused_kernels_supported_devices"]
+    if not on_cpu:
+        names += ["_get_foreach_kernels_supported_devices", "_get_capturable_supported_devices"]
+
+    def with_meta(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        return lambda *args, **kwargs: [*original(*args, **kwargs), "meta"]
+
+    modules = [each for name, each in sys.modules.items() if name.startswith("torch.optim.")]
+    with contextlib.ExitStack() as stack:
+        for module, name in itertools.product(modules, names):
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, with_meta(getattr(module, name))))
+        yield
 
 
 def after_unscaling(hook: Callable[[torch.optim.Optimizer, dict[Any, Tensor]], None]) -> None:

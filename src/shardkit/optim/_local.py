@@ -237,7 +237,7 @@ def _check(param: Any) -> None:
             f"LocalOptimizer: there its operators are traced all the same."
         )
         raise OptimizerError(msg)
-    if param.is_meta:
+    if param.is_meta and not spec.mesh.backend.is_dry:
         msg = (
             f"{spec.name!r} is on the meta device. Call shardkit.materialize(model), or load a "
             f"checkpoint, before the first step."

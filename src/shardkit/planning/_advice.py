@@ -17,10 +17,29 @@ from shardkit.planning._run import Run, dry_run
 from shardkit.planning._time import time_of
 
 if TYPE_CHECKING:
+    import torch
+
     from shardkit.planning._profile import HardwareProfile
 
 Change = Callable[[Run], Run | None]
 """Function that returns a changed run; None: there is nothing to change."""
+
+
+def _fuse(run: Run) -> Run | None:
+    make = run.optimizer
+    if make is None:
+        return None
+
+    def fused(params: Any) -> torch.optim.Optimizer:
+        optimizer = make(params)
+        for group in optimizer.param_groups:
+            if "fused" not in group or group["differentiable"]:
+                msg = f"{type(optimizer).__name__} has no fused kernel."
+                raise TypeError(msg)
+            group.update(fused=True, foreach=False)
+        return optimizer
+
+    return replace(run, optimizer=fused)
 
 
 def _recompute(run: Run) -> Run | None:
@@ -55,6 +74,7 @@ def _halve_batch(run: Run) -> Run | None:
 
 
 _CHANGES: tuple[tuple[str, str, Change], ...] = (
+    ("step with a fused kernel (fused=True)", "other rounding", _fuse),
     ("compute activations of blocks again in backward", "a third more compute", _recompute),
     ("reshard after forward", "one all-gather more of each group", _reshard),
     ("shard over all ranks, without replicas", "all-gathers over more ranks", _shard_over_all),
@@ -63,17 +83,17 @@ _CHANGES: tuple[tuple[str, str, Change], ...] = (
 )
 
 
-def advise(run: Run, budget_nbytes: int) -> tuple[Advice, ...]:
+def advise(run: Run, peak_nbytes: int, budget_nbytes: int) -> tuple[Advice, ...]:
     """Try changes from the cheapest on, each alone; all together if none is enough.
 
-    Changes that are impossible for the model are left out.
+    Changes that are impossible for the model, or leave its peak, are left out.
     """
     found: list[Advice] = []
     together = run
     for change, costs, apply in _CHANGES:
         changed = apply(run)
         peak = None if changed is None else _peak(changed)
-        if peak is None:
+        if peak is None or peak >= peak_nbytes:
             continue
         found.append(Advice(change, costs, peak, peak <= budget_nbytes))
         together = apply(together) or together

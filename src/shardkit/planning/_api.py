@@ -153,7 +153,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         result = replace(result, choices=choose_among(run, limit, profile))
     if most is None or result.fits:
         return result
-    return replace(result, advice=advise(run, most))
+    return replace(result, advice=advise(run, result.peak_nbytes, most))
 
 
 def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:

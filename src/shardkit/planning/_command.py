@@ -85,7 +85,7 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
     path = Path(text)
     if path.exists():
         return _model_of_transformers(path), None
-    module_name, colon, name = text.partition(":")
+    module_name, colon, _ = text.partition(":")
     refusal = (
         f"MODEL must be module:function, or a config.json of transformers that is there, got "
         f"{text!r}"
@@ -93,14 +93,7 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
     if not colon:
         msg = f"{refusal}, which is no file and names no function."
         raise ConfigError(msg)
-    sys.path.insert(0, "")  # As in `python -m`.
-    try:
-        make = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        msg = f"{refusal}: {error}."
-        if isinstance(error, AttributeError) and module_name in sys.modules:
-            msg += f" {nearest(name, vars(sys.modules[module_name]))}"
-        raise ConfigError(msg) from error
+    make = _named(text, refusal)
     if isinstance(make, nn.Module) or not callable(make):
         msg = (
             f"MODEL must name a function that returns a model, so that no memory is taken for it; "
@@ -131,6 +124,36 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
         f"{text!r} returned an object of type {type(made).__name__}."
     )
     raise ConfigError(msg)
+
+
+def read_optimizer(text: str) -> Any:
+    """Return the name of an optimizer as it is, and what ``module:function`` names.
+
+    Raises:
+        ConfigError: The text names nothing.
+    """
+    refusal = (
+        f"--optimizer must be adamw, adam, sgd or none, or module:function of parameters that "
+        f"returns an optimizer, got {text!r}"
+    )
+    return _named(text, refusal) if ":" in text else text
+
+
+def _named(text: str, refusal: str) -> Any:
+    """Return what ``module:name`` names.
+
+    Raises:
+        ConfigError: It names nothing; the error begins with `refusal`.
+    """
+    module_name, _, name = text.partition(":")
+    sys.path.insert(0, "")  # As in `python -m`.
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        msg = f"{refusal}: {error}."
+        if isinstance(error, AttributeError) and module_name in sys.modules:
+            msg += f" {nearest(name, vars(sys.modules[module_name]))}"
+        raise ConfigError(msg) from error
 
 
 def _model_of_transformers(path: Path) -> nn.Module:
@@ -198,7 +221,12 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
         bool, typer.Option("--recompute", help="Compute activations of blocks again in backward.")
     ] = False,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw, adam, sgd or none; or module:function of parameters that returns one."
+        ),
+    ] = "adamw",
     config: Annotated[
         str | None,
         typer.Option(help="A config file, in the place of --wrap, --strategy and dtypes."),
@@ -254,7 +282,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             mesh=shape[0] if len(shape) == 1 else shape,
             device=device or "cuda",
             rank=rank,
-            optimizer=optimizer,
+            optimizer=read_optimizer(optimizer),
             recompute=recompute,
             accumulate=accumulate,
             budget=budget,

@@ -257,6 +257,28 @@ def grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *
     return first.new_empty(shape)
 
 
+# --- steps of optimizers ---
+
+
+def _number(tensor: Tensor) -> float:
+    """Return 1 for a number on meta, which those optimizers only compute with."""
+    if not tensor.is_meta or tensor.dtype == torch.bool:
+        return tensor.item()
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _written(*_: Any, **__: Any) -> None:
+    """Write into tensors on meta, where torch lacks the kernel."""
+
+
+IN_STEPS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._local_scalar_dense: _number,  # noqa: SLF001
+    torch.ops.aten._fused_sgd_: _written,
+    torch.ops.aten._fused_adagrad_: _written,
+}
+"""Operators that run otherwise on meta while an optimizer of torch steps."""
+
+
 # --- operations ---
 
 

@@ -22,7 +22,13 @@ from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
-from shardkit.planning._kernels import GROUPED_PRODUCT, flops_of, grouped_product, scratch_on_cuda
+from shardkit.planning._kernels import (
+    GROUPED_PRODUCT,
+    IN_STEPS,
+    flops_of,
+    grouped_product,
+    scratch_on_cuda,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,6 +87,9 @@ _FUNCTIONS = frozenset(
 _MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "resize_"})
 """Operators that allocate memory and write nothing."""
 
+_WITH_A_TEMPORARY = "allgather_base"
+"""Collective that gloo carries out in a temporary, from which it copies the result."""
+
 _WRITTEN_IN_PLACE = frozenset({"add", "scatter_add", "scatter", "index_put", "put"})
 """Operators for which formulas of backward write into their first input unless a mode is on."""
 
@@ -106,6 +115,7 @@ class MemoryMeter(TorchDispatchMode):
         position: Number of allocations and frees so far.
         begin: Position at which the step began.
         modules: Names of the modules whose forward is under way, the innermost last.
+        in_torch_optim: Whether the optimizer that steps is one of torch.
         failed: Name of the module in which an operator raised; None: none did.
         padding_nbytes: Bytes of the rank's shards that belong to no parameter.
         param_dtypes: Names of the dtypes of parameters.
@@ -122,6 +132,7 @@ class MemoryMeter(TorchDispatchMode):
         self.observer = StepObserver(self._told, lambda: float(self.position))
         self.position = self.begin = 0
         self.modules: list[str] = []
+        self.in_torch_optim = False
         self.failed: str | None = None
         self.padding_nbytes = 0
         self.param_dtypes: tuple[str, ...] = ()
@@ -156,6 +167,8 @@ class MemoryMeter(TorchDispatchMode):
         run = func
         if func.overloadpacket is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
             run = grouped_product
+        elif self.in_torch_optim and self.observer.phase == "optimizer":
+            run = IN_STEPS.get(func.overloadpacket, func)
         try:
             out = run(*args, **(kwargs or {}))
         except (NotImplementedError, RuntimeError):
@@ -283,6 +296,8 @@ class MemoryMeter(TorchDispatchMode):
         if isinstance(group, str) and name.startswith("all_gather"):  # One of DTensor.
             nbytes *= size
         self.collectives.append(IssuedCollective(name, nbytes, size))
+        if self._on_cpu and name == _WITH_A_TEMPORARY:
+            self._die(self.born(nbytes, *self._owner()))
 
     # --- what the core reports ---
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from shardkit._compat.torch_autograd import optimizers_on_meta
 from shardkit._errors import ConfigError, OptimizerError
 from shardkit._events import observed_by
 from shardkit._module.fsdp_module import FSDPModule
@@ -137,8 +139,8 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
             for name, tensor in tensors:
                 meter.note(_local(tensor))
                 meter.label(_local(tensor), kind, name)
-        optimizer = _optimizer(run, model)
         with (
+            optimizers_on_meta(on_cpu=run.on_cpu),
             _named_modules(model, meter),
             fused_attention(on_cpu=run.on_cpu),
             transformers_without_values(),
@@ -147,6 +149,9 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
             _explained(meter),
             torch.autograd.set_detect_anomaly(False),  # Its checks read values.
         ):
+            optimizer = _optimizer(run, model)
+            made = getattr(optimizer, "optimizer_class", type(optimizer))  # The one that steps.
+            meter.in_torch_optim = made.__module__.startswith("torch.optim")
             _two_steps(run, model, optimizer, batch, meter)
         meter.padding_nbytes = _padding_nbytes(model)
         dtypes = {str(param.dtype).removeprefix("torch.") for param in model.parameters()}
@@ -169,10 +174,20 @@ def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer | None:
         msg = "a plan is of a training step, and no parameter of the model requires a gradient."
         raise ConfigError(msg)
     optimizer = run.optimizer(trained)
-    for group in optimizer.param_groups:
-        # On meta, torch does not make the choice that it makes on an accelerator.
-        if not run.on_cpu and group.get("foreach", True) is None and not group.get("fused"):
-            group["foreach"] = True
+    if not hasattr(optimizer, "param_groups"):
+        msg = (
+            f"optimizer must be a function of parameters that returns an optimizer; it returned an "
+            f"object of type {type(optimizer).__name__}."
+        )
+        raise ConfigError(msg)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        msg = (
+            f"a plan makes one forward and backward a step, and {type(optimizer).__name__} makes "
+            f"as many as it wants: its step needs a closure. Plan with optimizer=None, and add "
+            f"its state."
+        )
+        raise ConfigError(msg)
     return optimizer
 
 
@@ -288,8 +303,8 @@ def _explained(meter: MemoryMeter) -> Iterator[None]:
         if meter.observer.phase == "optimizer":
             msg = (
                 f"a plan computes nothing, and a step of the optimizer needs values, or a device "
-                f"other than meta: {text}. Plan with a plain optimizer that has as much state, "
-                f"such as torch.optim.AdamW without fused=True."
+                f"other than meta: {text}. Plan with an optimizer that has as much state, such as "
+                f"torch.optim.AdamW, or torch.optim.SGD with momentum."
             )
         raise ConfigError(msg) from error
 

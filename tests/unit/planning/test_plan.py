@@ -214,6 +214,21 @@ def test_advice_is_in_the_order_of_costs_and_each_was_planned() -> None:
         assert not advice.fits
 
 
+def test_advice_has_a_fused_kernel_where_the_step_takes_the_most_memory() -> None:
+    def advised(rows: Tensor, optimizer: typing.Any) -> list[tuple[str, int]]:
+        found = plan(Mlp(WIDTH, 4), rows, mesh=1, optimizer=optimizer, budget=1)
+        return [(each.change, each.peak_nbytes) for each in found.advice if "fused" in each.change]
+
+    local = functools.partial(LocalOptimizer, optimizer_class=AdamW)
+    for optimizer in (AdamW, local):
+        fused = functools.partial(optimizer, fused=True)
+        peak = plan(Mlp(WIDTH, 4), ROWS[:1], mesh=1, optimizer=fused).peak_nbytes
+        assert advised(ROWS[:1], optimizer) == [("step with a fused kernel (fused=True)", peak)]
+        assert advised(ROWS[:1], fused) == []
+    assert advised(ROWS[:1], torch.optim.Adafactor) == []
+    assert advised(ROWS, AdamW) == []  # Backward needs more.
+
+
 def test_a_model_on_meta_is_planned_as_one_with_values() -> None:
     with torch.device("meta"):
         model = Mlp(WIDTH, 4)
@@ -359,12 +374,52 @@ class StopsByValue(torch.optim.SGD):
             super().step(closure)
 
 
-def test_an_optimizer_that_needs_values_or_a_device_is_not_taken_for_the_model() -> None:
-    fused = functools.partial(torch.optim.SGD, fused=True)
-    for optimizer in (StopsByValue, fused, lambda params: LocalOptimizer(params, AdamW)):
+def test_an_optimizer_that_needs_values_is_not_taken_for_the_model() -> None:
+    def muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon([param for param in params if param.dim() == 2])
+
+    for optimizer in (StopsByValue, muon):
         with pytest.raises(ConfigError, match="a step of the optimizer needs values") as caught:
             planned(optimizer=optimizer)
-        assert re.search(r"[^.\s]\. Plan with a plain optimizer", str(caught.value))
+        assert re.search(r"[^.\s]\. Plan with an optimizer that has", str(caught.value))
+
+
+def test_an_optimizer_that_runs_the_model_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LBFGS makes as many as it wants: its step needs a clos"):
+        planned(optimizer=torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_fused_kernel_takes_no_memory_beside_the_state(name: str, *, is_local: bool) -> None:
+    made = getattr(torch.optim, name)
+    cls = functools.partial(LocalOptimizer, optimizer_class=made) if is_local else made
+    fused, by_lists = (
+        plan(Mlp(WIDTH, 4), ROWS[:1], mesh=1, optimizer=functools.partial(cls, lr=0.1, **way))
+        for way in ({"fused": True}, {"foreach": True})
+    )
+    assert fused.between_steps == by_lists.between_steps
+    assert fused.peak.where != "optimizer step"
+    assert (by_lists.peak.where == "optimizer step") == (name != "SGD")
+
+
+def test_optimizers_choose_as_on_the_device() -> None:
+    for name, device in itertools.product(["AdamW", "Adafactor"], ["cuda", "cpu"]):
+        peaks = {}
+        for way in (None, False, True):
+            optimizer = functools.partial(getattr(torch.optim, name), foreach=way)
+            found = plan(Mlp(WIDTH, 4), ROWS[:1], mesh=1, device=device, optimizer=optimizer)
+            peaks[way] = found.peak_nbytes
+        takes_lists = (name, device) == ("AdamW", "cuda")  # Adafactor does so only if it is asked.
+        assert peaks[None] == peaks[takes_lists] != peaks[not takes_lists], (name, device)
+
+
+def test_a_step_for_graphs_can_be_planned() -> None:
+    given: typing.Any = {"model": Mlp(WIDTH, 4), "batch": ROWS, "mesh": 4}
+    optimizer = functools.partial(AdamW, capturable=True)
+    plan(**given, optimizer=optimizer)
+    with pytest.raises(AssertionError, match="capturable=True"):  # As on a CPU.
+        plan(**given, device="cpu", optimizer=optimizer)
 
 
 def test_a_model_that_trains_nothing_is_refused() -> None:

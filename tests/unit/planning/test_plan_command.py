@@ -61,6 +61,12 @@ def returns_none():
 
 def three():
     return model(), torch.empty(8, 64), torch.empty(8)
+
+def fused(params):
+    return torch.optim.AdamW(params, fused=True)
+
+def forgets(params):
+    torch.optim.AdamW(params)
 """
 
 
@@ -79,6 +85,26 @@ def test_the_command_prints_a_plan(tmp_path: pathlib.Path, monkeypatch: pytest.M
     assert "16,640 parameters (float32) on a mesh of 2x4" in result.output
     for part in ("peak", "instants", "does NOT fit"):
         assert part in result.output
+
+
+def test_the_optimizer_may_be_a_function(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(optimizer: str) -> typing.Any:
+        args = ("--mesh", "1", "--device", "cuda", "--optimizer", optimizer)
+        return _run(tmp_path, monkeypatch, "planned_module:with_batch", *args)
+
+    fused, by_lists = planned("planned_module:fused"), planned("adamw")
+    assert (fused.exit_code, by_lists.exit_code) == (0, 0)
+    assert fused.stdout != by_lists.stdout
+    for name, message in (
+        ("planned_module:fusd", "of parameters that returns an optimizer, got 'planned_module:fu"),
+        ("planned_module:forgets", "it returned an object of type NoneType"),
+        ("lion", "optimizer must be one of adamw, adam, sgd, none, or a function, got 'lion'"),
+    ):
+        refused = planned(name)
+        assert refused.exit_code == 1
+        assert message in refused.stderr
 
 
 def test_for_programs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,7 +311,7 @@ def test_a_mesh_with_one_replica_is_tried_once(
     _advice.choose_among(run, 10**9, IDEAL)
     assert set(tried) == {mesh, (2, 2)}
     tried.clear()
-    _advice.advise(run, 1)
+    _advice.advise(run, 10**9, 1)
     assert set(tried) == {mesh}
 
 

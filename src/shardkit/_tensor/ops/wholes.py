@@ -298,7 +298,7 @@ def gathered(func: Any, tensor: Tensor) -> Tensor:
 def _gather(func: Any, tensor: ShardedTensor) -> Tensor:
     tensor.cut_gradient(is_gathered=True)
     spec, piece = tensor.spec, tensor.local_piece
-    if piece.is_meta:
+    if piece.is_meta and not spec.mesh.backend.is_dry:
         return torch.empty(spec.shape, dtype=piece.dtype, device="meta")
     nbytes = tensor.numel() * piece.itemsize
     if nbytes > LARGE_NBYTES and func not in _warned and any(a.size > 1 for a in spec.axes):
