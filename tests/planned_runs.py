@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import typing
@@ -128,6 +129,59 @@ class Recurrent(nn.Module):
         return x
 
 
+class Wide(nn.Module):
+    """A block of ConvNeXt: each channel is filtered alone, and the channels come last then."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.filters = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.filters(x).permute(0, 2, 3, 1)
+        return x + self.layers(self.norm(y)).permute(0, 3, 1, 2)
+
+
+class Residual(nn.Module):
+    """A block of a ResNet."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+class Images(nn.Module):
+    """Blocks of both kinds, at two resolutions."""
+
+    def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+        super().__init__()
+        stem, smaller = nn.Conv2d(3, 64, 4, stride=4), nn.Conv2d(64, 192, 2, stride=2)
+        blocks = [stem, Wide(64), Residual(64), smaller, Wide(192), Residual(192)]
+        self.blocks = nn.ModuleList(blocks).to(memory_format=memory_format)
+        self.head = nn.Linear(192, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def _images() -> Tensor:
+    return torch.linspace(-1, 1, 4 * 3 * 64 * 64).view(4, 3, 64, 64)
+
+
 def _stack() -> nn.Module:
     return Stack(dim=128, num_blocks=4)
 
@@ -240,6 +294,11 @@ CASES: dict[str, Case] = {
     "experts again": Case(Experts, _vectors, (4,), recompute={}),
     "adapters kept": Case(Adapters, _tokens, options={"reshard_after_forward": False}),
     "recurrent": Case(Recurrent, lambda: torch.randn(8, 24, 32)),
+    "images": Case(Images, _images),
+    "channels last": Case(
+        functools.partial(Images, torch.channels_last),
+        lambda: _images().to(memory_format=torch.channels_last),
+    ),
     "fused": Case(Mlp, _few_rows, optimizer=_fused),
     "masters": Case(Mlp, _few_rows, optimizer=_with_masters),
     "rows and columns": Case(Mlp, _few_rows, optimizer=_by_lists),

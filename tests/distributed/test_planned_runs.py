@@ -201,11 +201,14 @@ as_onednn_is_known = pytest.mark.skipif(
     torch.__version__ < (2, 11) or "avx512f" not in _CPU or "amx_tile" in _CPU,
     reason="Measured with AVX-512, without AMX, and not with oneDNN 3.7, which torch 2.10 has.",
 )
-_MORE = [name for name in CASES if name not in (*_CHEAP, *EIGHT_RANKS, "recurrent")]
+_OF_ONEDNN = ("recurrent", "images", "channels last")
+_MORE = [name for name in CASES if name not in (*_CHEAP, *EIGHT_RANKS, *_OF_ONEDNN)]
 
 
 @pytest.mark.helpers
-@pytest.mark.parametrize("name", [*_MORE, pytest.param("recurrent", marks=as_onednn_is_known)])
+@pytest.mark.parametrize(
+    "name", [*_MORE, *(pytest.param(name, marks=as_onednn_is_known) for name in _OF_ONEDNN)]
+)
 def test_a_plan_is_what_ranks_do_in_more_cases(name: str, spawn: Spawn) -> None:
     _check(name, spawn)
 

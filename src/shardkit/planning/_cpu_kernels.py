@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardkit._layout import align_up
-from shardkit.planning._kernels import ATTENTION, PRODUCTS, has_gaps
+from shardkit.planning._kernels import ATTENTION, PRODUCTS, has_gaps, is_channels_last, is_packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,6 +26,8 @@ AS_LARGE_AS_INPUT = frozenset(
 _HALF, _FP32_NBYTES = 2, 4
 _BLOCK = 16
 """oneDNN computes convolutions with blocks of so many channels."""
+_COLUMNS = 3
+"""The most columns of a kernel for which oneDNN computes channels of their own without blocks."""
 _FEW = 4
 """oneDNN leaves images with fewer channels as they are."""
 _SMALL = 1024
@@ -124,17 +126,10 @@ def _of_mean(call: _Call) -> int:
 # --- convolutions ---------------------------------------------------------------------------------
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if tensor.is_contiguous() or tensor.dim() not in formats:
-        return False
-    return tensor.is_contiguous(memory_format=formats[tensor.dim()])
-
-
-def _blocked(tensor: Tensor, dim: int = 1) -> int:
-    """Return the bytes of a tensor with whole blocks of channels."""
-    num = max(tensor.shape[dim], 1)
-    return tensor.nbytes // num * align_up(num, _BLOCK)
+def _blocked(image: Tensor) -> int:
+    """Return the bytes of an image with whole blocks of channels."""
+    num = max(image.shape[1], 1)
+    return image.nbytes // num * align_up(num, _BLOCK)
 
 
 def _taken(image: Tensor) -> int:
@@ -156,15 +151,47 @@ def _of_one(images: Tensor) -> int:
     return torch.get_num_threads() * _blocked(images) // max(images.shape[0], 1)
 
 
+def _in_blocks(weight: Tensor, num_groups: int) -> int:
+    """Return the bytes of a weight with whole blocks of channels in each group."""
+    outputs, inputs, *points = weight.shape
+    of_group = align_up(inputs, _BLOCK) * align_up(-(-outputs // num_groups), _BLOCK)
+    return num_groups * of_group * math.prod(points) * weight.itemsize
+
+
+def _taken_weight(weight: Tensor, num_groups: int) -> int:
+    """Return the bytes of a weight in the format of contiguous images."""
+    if weight.shape[1] >= _FEW:
+        return _in_blocks(weight, num_groups)
+    return weight.nbytes // max(len(weight), 1) * align_up(len(weight), _BLOCK)
+
+
+def _of_patches(weight: Tensor) -> int:
+    """Return the bytes of the gradient of an embedding of patches, in parts; 0 for other layers."""
+    is_wide = weight.shape[-1] * weight.itemsize >= 4 * _BLOCK and weight.shape[1] < _BLOCK
+    return 17 * weight.numel() if is_wide else 0
+
+
+def _weight_gradient(call: _Call) -> int:
+    """Return the bytes of a weight's gradient in fp32, in the format of `channels_last` images.
+
+    Groups of one channel have a kernel without blocks for at most three columns.
+    """
+    weight, dilation, num_groups = call.inputs[2], call.args[6], call.args[9]
+    is_alone = num_groups == len(weight) > 1 == weight.shape[1] and weight.dim() == 4  # noqa: PLR2004
+    if is_alone and weight.shape[-1] <= _COLUMNS and max(dilation) == 1:
+        return weight.nbytes
+    return _in_blocks(weight, num_groups) * max(_FP32_NBYTES // weight.itemsize, 1)
+
+
 def _of_convolution(call: _Call) -> int:
     """Return the bytes of inputs and result in oneDNN's formats (mkldnn/Conv.cpp)."""
     (image, weight, *_), out, (dilation, is_transposed) = call.inputs, call.out, call.args[5:7]
     if image.dtype == torch.float64 or image.is_complex():
         columns = _columns(image if is_transposed else out, weight, is_whole=max(dilation) == 1)
         return _copies((image, weight)) + columns
-    if _is_channels_last(out):
-        return 2 * weight.nbytes + 9 * _SMALL + (0 if _is_channels_last(image) else image.nbytes)
-    taken = _taken(image) + _blocked(weight, 0) + _SMALL
+    if is_channels_last(out):
+        return 2 * weight.nbytes + 9 * _SMALL + (0 if is_packed(image) else image.nbytes)
+    taken = _taken(image) + _taken_weight(weight, call.args[8]) + _SMALL
     if is_transposed:
         return _copies((image, weight)) + max(taken + out.nbytes, 2 * out.nbytes)
     is_pointwise = weight[0, 0].numel() == 1
@@ -179,17 +206,20 @@ def _of_convolution_backward(call: _Call) -> int:
     if image.dtype == torch.float64 or image.is_complex():
         is_whole = max(dilation) == 1 and not is_transposed
         return _copies((grad, image, weight)) + _columns(grad, weight, is_whole=is_whole)
-    if _is_channels_last(image) or _is_channels_last(weight):
-        odd = sum(each.nbytes for each in (grad, image) if not _is_channels_last(each))
-        return 3 * weight.nbytes + odd
-    taken = _blocked(grad) + _blocked(weight, 0) + 8 * _SMALL
+    if is_channels_last(image) or is_channels_last(weight):
+        odd = sum(each.nbytes for each in (grad, image) if not is_packed(each))
+        return 2 * weight.nbytes + _weight_gradient(call) + odd
+    in_blocks = _taken_weight(weight, call.args[9])
+    taken = _blocked(grad) + in_blocks + 8 * _SMALL
     if image.itemsize == _HALF:  # Transposed samples, and the gradient of the weight in fp32.
-        taken += _of_one(image) + _of_one(grad) + 2 * _blocked(weight, 0) + 16 * _SMALL
+        taken += _of_one(image) + _of_one(grad) + 2 * in_blocks + 16 * _SMALL
     most = taken + _taken(image)
     if call.args[-1][0]:  # The gradient of the image.
         of_image = taken + _blocked(image) if max(strides) == 1 else 3 * image.nbytes
         most = max(most + image.nbytes, of_image)
-    return _copies((grad, image, weight)) + most - sum(each.nbytes for each in call.results)
+    beside = most - sum(each.nbytes for each in call.results)
+    # The weight's gradient comes in blocks, and is copied at the end.
+    return _copies((grad, image, weight)) + max(beside, in_blocks + 8 * _SMALL, _of_patches(weight))
 
 
 # --- other layers ---------------------------------------------------------------------------------
@@ -267,9 +297,9 @@ _FORMULAS: dict[str, Callable[[_Call], float]] = {
     "_safe_softmax": lambda c: c.first.numel() + 2 * c.first.numel() // max(c.first.shape[-1], 1),
     # Normalization.cpp, layer_norm.cpp
     "native_batch_norm": lambda c: 2 * c.results[1].nbytes,
-    "native_batch_norm_backward": lambda c: 0 if _is_channels_last(c.inputs[1]) else c.out.nbytes,
+    "native_batch_norm_backward": lambda c: 0 if is_channels_last(c.inputs[1]) else c.out.nbytes,
     "native_group_norm_backward": lambda c: (
-        (c.first.nbytes if _is_channels_last(c.inputs[1]) else 0)
+        (c.first.nbytes if is_channels_last(c.inputs[1]) else 0)
         + 2 * math.prod(c.first.shape[:2]) * c.first.itemsize
     ),
     # Kernels that only take contiguous inputs. Gradients of sums, and of what was expanded or
@@ -297,7 +327,7 @@ _FORMULAS: dict[str, Callable[[_Call], float]] = {
     # cpu/UpSampleKernel.cpp: in channels_last, or one dim after the other.
     **dict.fromkeys(
         ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"),
-        lambda c: 0 if _is_channels_last(c.first) else c.first.nbytes + c.out.nbytes,
+        lambda c: 0 if is_channels_last(c.first) else c.first.nbytes + c.out.nbytes,
     ),
     **dict.fromkeys(  # Up to four indices and weights for each place along a dim.
         ("upsample_nearest1d", "upsample_linear1d", "upsample_bicubic2d"),
@@ -312,12 +342,12 @@ _FORMULAS: dict[str, Callable[[_Call], float]] = {
     # MaxPooling.cpp, if the gradient is not in channels_last.
     "max_pool2d_with_indices_backward": lambda c: (
         c.out.nbytes + c.inputs[-1].nbytes
-        if _is_channels_last(c.out) and not _is_channels_last(c.first)
+        if is_channels_last(c.out) and not is_channels_last(c.first)
         else _copies(c.inputs)
     ),
     "_adaptive_avg_pool2d_backward": lambda c: (
         c.out.nbytes
-        if _is_channels_last(c.inputs[1]) and not _is_channels_last(c.first)
+        if is_channels_last(c.inputs[1]) and not is_channels_last(c.first)
         else _copies(c.inputs)
     ),
     # Distance.cpp: both inputs with two columns more.

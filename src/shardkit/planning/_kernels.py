@@ -14,6 +14,7 @@ import torch
 
 from shardkit._compat.torch_tensors import flop_formula
 from shardkit._layout import align_up
+from shardkit._tree import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -241,12 +242,57 @@ def _scratch_of_efficient(query: Tensor, key: Tensor) -> tuple[int, ...]:
     return 4 * query.numel(), 4 * math.prod(heads) * num
 
 
+# --- images whose channels are next to each other ---
+
+_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch takes images, or a convolution's weight, as ones whose channels come last.
+
+    This follows `is_channels_last_strides_2d` of c10/core/MemoryFormat.h.
+    """
+    if tensor.dim() not in CHANNELS_LAST or not tensor.stride(1):
+        return False
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if not size or stride < least or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * size
+    return True
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether images lie in memory without gaps, with their channels last."""
+    return tensor.is_contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
+
+
+def _convolution(func: Any, *args: Any, **options: Any) -> Any:
+    """Run a convolution or its backward on meta; its results have the format of a device.
+
+    The image comes before the weight, and a gradient before both. Torch's results on meta are
+    always contiguous.
+    """
+    out = func(*args, **options)
+    first = len(args) > 9  # noqa: PLR2004 - `convolution_backward` has more arguments.
+    if not any(map(is_channels_last, args[first : first + 2])):
+        return out
+
+    def formatted(tensor: Tensor) -> Tensor:
+        has_points = tensor.dim() in CHANNELS_LAST
+        return tensor.to(memory_format=CHANNELS_LAST[tensor.dim()]) if has_points else tensor
+
+    return map_tensors(formatted, out)
+
+
 # --- products of groups of rows with the matrices of experts ---
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm  # noqa: SLF001
 
 
-def grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
+def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
     """Return the result on meta of a grouped product, of any dtype: torch's has it for bf16 only.
 
     An input with two dims consists of groups of rows or columns, whose ends are in `offs`.
@@ -271,12 +317,26 @@ def _written(*_: Any, **__: Any) -> None:
     """Write into tensors on meta, where torch lacks the kernel."""
 
 
-IN_STEPS: dict[Any, Callable[..., Any]] = {
+_IN_STEPS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense: _number,  # noqa: SLF001
     torch.ops.aten._fused_sgd_: _written,
     torch.ops.aten._fused_adagrad_: _written,
 }
 """Operators that run otherwise on meta while an optimizer of torch steps."""
+
+
+# --- what runs in the place of an operator ---
+
+
+def kernel_of(func: Any, args: Any, *, in_torch_optim: bool) -> Callable[..., Any]:
+    """Return what runs for an operator on meta: most often the operator itself."""
+    packet = func.overloadpacket
+    if packet in _CONVOLUTIONS:
+        return functools.partial(_convolution, func)
+    if packet is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
+        return _grouped_product
+    found: Callable[..., Any] = _IN_STEPS.get(packet, func) if in_torch_optim else func
+    return found
 
 
 # --- operations ---

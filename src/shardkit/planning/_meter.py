@@ -22,13 +22,7 @@ from shardkit._events import StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
-from shardkit.planning._kernels import (
-    GROUPED_PRODUCT,
-    IN_STEPS,
-    flops_of,
-    grouped_product,
-    scratch_on_cuda,
-)
+from shardkit.planning._kernels import flops_of, kernel_of, scratch_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -164,11 +158,8 @@ class MemoryMeter(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             except NotImplementedError:  # torch 2.9 has none of them on meta, 2.13 some.
                 return func(*map_tensors(_nothing, args), **map_tensors(_nothing, kwargs or {}))
-        run = func
-        if func.overloadpacket is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
-            run = grouped_product
-        elif self.in_torch_optim and self.observer.phase == "optimizer":
-            run = IN_STEPS.get(func.overloadpacket, func)
+        in_torch_optim = self.in_torch_optim and self.observer.phase == "optimizer"
+        run = kernel_of(func, args, in_torch_optim=in_torch_optim)
         try:
             out = run(*args, **(kwargs or {}))
         except (NotImplementedError, RuntimeError):

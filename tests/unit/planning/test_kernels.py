@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import typing
 import unittest.mock
@@ -210,6 +211,7 @@ def test_the_memory_of_kernels_is_what_an_h100_took(
 
 
 _PLAIN = ([1, 1], [1, 1], [1, 1])
+_FORWARD = (*_PLAIN, False, [0, 0], 1)
 _STRIDED = ([2, 2], [1, 1], [1, 1])
 _IMAGES, _FILTERS = _like(16, 64, 32, 32), _like(64, 64, 3, 3)
 _BACKWARD = (False, [0, 0], 1, [True, True, True])
@@ -224,17 +226,17 @@ def _in_channels_last(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "args", "results", "seen"),
     [
-        ("convolution", (_IMAGES, _FILTERS, None, *_PLAIN, False), (_IMAGES,), 4_341_760),
-        ("convolution", (_IMAGES, _FILTERS, None, *_PLAIN, True), (_IMAGES,), 8_536_192),
+        ("convolution", (_IMAGES, _FILTERS, None, *_FORWARD), (_IMAGES,), 4_341_760),
+        ("convolution", (_IMAGES, _FILTERS, None, *_PLAIN, True, [0, 0], 1), (_IMAGES,), 8_536_192),
         (
             "convolution",
-            (_like(32, 64, 32, 32), _like(3, 64, 3, 3), None, *_PLAIN, False),
+            (_like(32, 64, 32, 32), _like(3, 64, 3, 3), None, *_FORWARD),
             (_like(32, 3, 32, 32),),
             10_129_600,
         ),
         (
             "convolution",
-            (_in_channels_last(16, 64, 32, 32), _FILTERS, None, *_PLAIN, False),
+            (_in_channels_last(16, 64, 32, 32), _FILTERS, None, *_FORWARD),
             (_in_channels_last(16, 64, 32, 32),),
             303_128,
         ),
@@ -252,6 +254,30 @@ def _in_channels_last(*shape: int) -> Tensor:
             ),
             (_like(32, 64, 32, 32), _like(128, 64, 3, 3), _like(128)),
             16_481_792,
+        ),
+        (  # Of ConvNeXt.
+            "convolution_backward",
+            (
+                *([_in_channels_last(4, 128, 56, 56)] * 2), _like(128, 1, 7, 7), [128],
+                *([1, 1], [3, 3], [1, 1], False, [0, 0], 128, [True, True, True]),
+            ),
+            (_in_channels_last(4, 128, 56, 56), _like(128, 1, 7, 7), _like(128)),
+            6_448_128,
+        ),
+        (  # Of the end of a ResNet.
+            "convolution_backward",
+            (*([_like(8, 512, 3, 3)] * 2), _like(512, 512, 3, 3), [512], *_PLAIN, *_BACKWARD),
+            (_like(8, 512, 3, 3), _like(512, 512, 3, 3), _like(512)),
+            9_439_232,
+        ),
+        (  # Of a vision transformer.
+            "convolution_backward",
+            (
+                *(_like(8, 128, 4, 4), _like(8, 3, 64, 64), _like(128, 3, 16, 16), [128]),
+                *([16, 16], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True]),
+            ),
+            (_like(128, 3, 16, 16), _like(128)),
+            1_649_920,
         ),
         (
             "_scaled_dot_product_flash_attention_for_cpu",
@@ -287,7 +313,7 @@ def _in_channels_last(*shape: int) -> Tensor:
         ),
         (
             "convolution",
-            (_like(8, 64, 32, 32).bfloat16(), _like(64, 64, 1, 1).bfloat16(), None, *_PLAIN, False),
+            (_like(8, 64, 32, 32).bfloat16(), _like(64, 64, 1, 1).bfloat16(), None, *_FORWARD),
             (_like(8, 64, 32, 32).bfloat16(),),
             1_319_040,
         ),
@@ -352,3 +378,31 @@ def test_a_convolution_copies_a_gradient_that_alone_is_in_channels_last() -> Non
     args = (grad, image, weight, [8], *_PLAIN, False, [0, 0], 1, [False, True, True])
     planned = sum(scratch_on_cpu("convolution_backward", args, {}, (weight, _like(8))))
     assert 3_146_784 <= planned <= 1.13 * 3_146_784  # Seen by the profiler with torch 2.13.
+
+
+@pytest.mark.parametrize("are_last", [*itertools.product([False, True], repeat=3)])
+@pytest.mark.parametrize(("groups", "size"), [(1, 3), (32, 3), (1, 1), (32, 1)])
+def test_results_of_convolutions_have_the_format_of_a_cpu(
+    are_last: tuple[bool, ...], groups: int, size: int
+) -> None:
+    def formats(device: str) -> list[tuple[bool, ...]]:
+        shapes = (2, 32, 8, 8), (32, 32 // groups, size, size), (2, 32, 7 + size, 7 + size)
+        image, weight, grad = (
+            torch.ones(shape, device=device).to(
+                memory_format=torch.channels_last if is_last else torch.contiguous_format
+            )
+            for shape, is_last in zip(shapes, are_last, strict=True)
+        )
+        given = ([1, 1], [size - 1, size - 1], [1, 1], False, [0, 0], groups)
+        out = torch.ops.aten.convolution(image, weight, None, *given)
+        wanted = [True, True, True]
+        of_all = torch.ops.aten.convolution_backward(grad, image, weight, [32], *given, wanted)
+        kinds = (torch.contiguous_format, torch.channels_last)
+        return [
+            tuple(each.is_contiguous(memory_format=kind) for kind in kinds)
+            for each in (out, *of_all[:2])
+        ]
+
+    real = formats("cpu")
+    with MemoryMeter(on_cpu=True):
+        assert formats("meta") == real
