@@ -134,6 +134,11 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
 
 
 def _model_of_transformers(path: Path) -> nn.Module:
+    if path.suffix == ".py":
+        msg = (
+            f"MODEL is {str(path)!r}, which is a script. Name its function: {path.stem}:make_model."
+        )
+        raise ConfigError(msg)
     try:
         import transformers
     except ImportError as error:
