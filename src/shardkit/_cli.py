@@ -62,7 +62,10 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
             text = None if diagnosis is None else diagnosis.text
             answers = rounds.statuses
     else:
-        found = runs.last_diagnosis() if pid is None else None
+        if pid is not None:
+            msg = f"process {pid} is no rank of a run of shardkit on this host. Leave --pid out."
+            raise StateError(msg)
+        found = runs.last_diagnosis()
         if found is None:
             msg = (
                 "no run of shardkit is on this host, and no diagnosis of an earlier one. A rank is "

@@ -16,7 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardkit
 from experts import EXACT, NUM_EXPERTS, Block, Experts, Model, batches, loss_of
 from reference import step_all
-from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, auto_shard, checkpoint_module
+from shardkit import (
+    MixedPrecisionPolicy,
+    ShardedTensor,
+    StateError,
+    WrapError,
+    auto_shard,
+    checkpoint_module,
+)
 from shardkit.checkpoint import load, save
 from step_traffic import counted, total
 from workers import on_ranks
@@ -364,3 +371,14 @@ def test_hooks_that_expect_whole_gradients_are_refused() -> None:
     assert not any(isinstance(param, (DTensor, ShardedTensor)) for param in before.values())
     handle.remove()
     auto_shard(model, mesh, Block, experts={Experts: "ep"})
+
+
+@on_ranks(2)
+def test_an_optimizer_made_before_is_told_that_experts_were_replaced() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "ep"))
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    auto_shard(model, mesh, Block, experts={"Experts": "ep"})
+    with pytest.raises(StateError, match="Make the optimizer after auto_shard"):
+        optimizer.zero_grad()

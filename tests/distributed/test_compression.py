@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import shardkit.checkpoint
 from models import CASES
@@ -483,3 +484,10 @@ def test_copies_of_a_model_do_not_share_it() -> None:
     assert len(calls) == 3
     for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
         assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+@on_ranks(2)
+def test_a_hook_of_ddp_is_refused() -> None:
+    model = shardkit.fully_shard(Matrix(), make_mesh((2, 1)))
+    with pytest.raises(StateError, match=r"takes \(tensor, .*'bf16_compress_hook' does not"):
+        compress_gradients(model, default_hooks.bf16_compress_hook)

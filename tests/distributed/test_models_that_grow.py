@@ -439,3 +439,24 @@ def test_the_error_shows_what_to_do(
     for error in spawn_errors(wrong, 2):
         assert said in error.message
         assert line in error.message
+
+
+class ShardedTooEarly(nn.Module):
+    """Is sharded before its layers are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fully_shard(self)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output."""
+        return self.layer(x)
+
+
+@on_ranks(2)
+def test_a_module_that_was_sharded_before_it_had_layers_is_named() -> None:
+    model = ShardedTooEarly()
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.warns(UserWarning, match="They came into the FSDPShardedTooEarly after it was"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -35,6 +35,7 @@ from reference import (
 from shardkit import (
     MixedPrecisionPolicy,
     ShardedTensor,
+    ShardedTensorError,
     WrapError,
     fully_shard,
     init_device_mesh,
@@ -317,6 +318,14 @@ def test_meshes_that_overlap_are_refused(spawn_errors: Spawn, call: Callable[[],
 def parallelize_on_a_mesh_of_shardkit() -> None:
     mesh: typing.Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     fully_shard(parallelize_module(MLP(), mesh["tp"], mlp_plan()), mesh["dp"])
+
+
+@on_ranks(2)
+def test_a_sharded_module_is_not_split_for_tensor_parallelism_afterwards() -> None:
+    dp, tp = make_meshes((1, 2))
+    layer = fully_shard(nn.Linear(4, 6), mesh=dp)
+    with pytest.raises(ShardedTensorError, match="Call parallelize_module first"):
+        parallelize_module(layer, tp, ColwiseParallel())
 
 
 def test_a_dtensor_on_a_mesh_of_shardkit_is_refused(spawn_errors: Spawn) -> None:

@@ -95,3 +95,10 @@ def test_files_of_processes_that_are_gone_go(folder: Path) -> None:
 def test_where_nothing_is_known_that_is_said() -> None:
     with pytest.raises(StateError, match="no run of shardkit is on this host"):
         _cli.why(None, stacks=False)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_process_that_is_no_rank_is_named_also_if_there_is_a_diagnosis() -> None:
+    runs.keep_diagnosis("run", "diagnosis", [], of_all_ranks=True)
+    with pytest.raises(StateError, match="process 1 is no rank of a run of shardkit on this host"):
+        _cli.why(1, stacks=False)

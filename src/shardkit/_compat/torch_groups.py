@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 
 from shardkit._compat.once import is_wrapped, once, wrap
+from shardkit._errors import ShardedTensorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,6 +87,28 @@ def waited(tensor: Tensor) -> Tensor:
 def set_local_tensor(dtensor: Any, local: Tensor) -> None:
     """Replace the memory of a DTensor that no code may use any more."""
     dtensor._local_tensor = local
+
+
+def refuse_to_split_sharded() -> None:
+    """Have torch refuse to split sharded tensors into DTensors.
+
+    It would send parts of them by a collective that reads memory which they do not have, which ends
+    the process: no dispatch sees the tensors in its list of lists.
+    """
+    module = sys.modules.get("torch.distributed.tensor")  # Without it there is nothing to split.
+    if module is None or is_wrapped(module.Shard, "_shard_tensor"):
+        return
+
+    def refuse(original: Any, placement: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(tensor, "local_piece"):
+            msg = (
+                f"a sharded tensor of shape {tuple(tensor.shape)} cannot become a DTensor. Call "
+                f"parallelize_module first, then fully_shard over another axis of the mesh."
+            )
+            raise ShardedTensorError(msg)
+        return original(placement, tensor, *args, **kwargs)
+
+    wrap(module.Shard, "_shard_tensor", refuse)
 
 
 def strided_split_factor(placement: Any) -> int | None:

@@ -781,8 +781,19 @@ class FSDPModule(_Base):
             comm: An `AllReduce`. None: shardkit's all-reduce.
 
         Raises:
-            StateError: There is no replicate axis, or the mesh is one of XLA devices.
+            StateError: There is no replicate axis, or the mesh is one of XLA devices, or `comm`
+                takes other arguments, as hooks of DDP do.
         """
+        if comm is not None:
+            try:
+                inspect.signature(comm).bind(*"1234")
+            except TypeError as error:
+                msg = (
+                    f"an all-reduce takes (tensor, pieces, axis, unit), as AllReduce describes it; "
+                    f"{getattr(comm, '__name__', comm)!r} does not: {error}. In place of a hook of "
+                    f"DDP or FSDP1 pass one of shardkit.compression, or a function of this form."
+                )
+                raise StateError(msg) from error
         for group in groups_in(self, recurse=False):
             if comm is not None and not group.replicates:
                 msg = (

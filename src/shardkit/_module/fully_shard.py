@@ -11,7 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
-from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules
+from shardkit._compat import torch_autograd, torch_fsdp2, torch_groups, torch_modules
 from shardkit._errors import StateError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import FSDPModule, swap_class
@@ -225,6 +225,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     `module` lack an axis of replicas of `mesh`: one all-reduce of 16 bytes on each axis, once.
     Source: ZeRO-3, arXiv:1910.02054; PyTorch FSDP2.
     """
+    torch_groups.refuse_to_split_sharded()
     modules = _modules_of(module)
     for each in modules:
         checks.check_module(each)

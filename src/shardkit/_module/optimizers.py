@@ -32,6 +32,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import begin_step, end_step
 from shardkit._text import listed
 from shardkit.backends import tensor_parallel_of
+from shardkit.backends.groups import current_world_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -332,7 +333,8 @@ def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
 def _warn_of_plain(params: Sequence[Any]) -> None:
     sharded = [param for param in params if isinstance(param, ShardedTensor)]
     may_part = any(param.device_mesh.size() > 1 for param in sharded)
-    if not may_part and (sharded or not any(group.mesh.size() > 1 for group in _groups)):
+    largest = max((group.mesh.size() for group in _groups), default=current_world_size() or 1)
+    if not may_part and (sharded or largest == 1):
         return
     plain = [
         param
@@ -347,8 +349,7 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
     if not plain:
         return
     model, names = _found_in(plain)
-    groups = {id(module) for group in _groups for module in group.modules}
-    if not may_part and not any(id(module) in groups for module in model.modules()):
+    if not may_part and not any(STATE_ATTRIBUTE in each.__dict__ for each in model.modules()):
         return  # The optimizer's model is a plain one beside sharded models.
     remedy = "Call fully_shard on the root as well, after its layers."
     if STATE_ATTRIBUTE in model.__dict__:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardkit._compat import torch_autograd
-from shardkit._errors import MeshError, WrapError
+from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.placements import flattened
@@ -141,7 +141,35 @@ class Experts:
         for module, attribute in self.sites:
             param = getattr(module, attribute)
             setattr(module, attribute, made.get(param, param))
+        for param in made:
+            param.data = param.data.new_empty(0)  # A plan keeps the objects.
+            param.__class__ = ReplacedExperts
         return made
+
+
+class ReplacedExperts(nn.Parameter):
+    """Class of whole experts that `auto_shard` has replaced by new objects.
+
+    Code that still holds the old objects, such as an optimizer made before, would train nothing,
+    without an error. So any use raises.
+    """
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Show the class; there are no values to show."""
+        return "ReplacedExperts()"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse all operators."""
+        del func, types, args, kwargs
+        msg = (
+            "these whole experts were replaced by auto_shard(experts=...): this Parameter is not "
+            "trained any more. Make the optimizer after auto_shard, and whatever else holds "
+            "parameters."
+        )
+        raise StateError(msg)
 
 
 class PlacedExperts:

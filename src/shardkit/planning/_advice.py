@@ -154,15 +154,15 @@ def _tried(
         seen = dry_run(run, is_timed=True)
         time, peak = time_of(run, seen, profile), seen.peak_nbytes()
         why = (
-            f"{time.seconds * 1e3:.1f} ms, collectives cost {time.exposed_s * 1e3:.1f} ms, "
+            f"{time.seconds * 1e3:.1f} ms, collectives cost {time.exposed_s * 1e3:z.1f} ms, "
             f"peak {shown_nbytes(peak)}"
         )
         if first is not None:
             sent_ms = (time.exposed_s - first.exposed_s) * 1e3
             computed_ms = (time.seconds - first.seconds) * 1e3 - sent_ms
             why += (
-                f"; against what was asked for collectives {sent_ms:+.1f} ms, compute "
-                f"{computed_ms:+.1f} ms, peak {peak / first.peak_nbytes - 1:+.0%}"
+                f"; compared with what was asked for: collectives {sent_ms:+z.1f} ms, compute "
+                f"{computed_ms:+z.1f} ms, peak {peak / first.peak_nbytes - 1:+z.0%}"
             )
         return Choice(changes, time.seconds, time.exposed_s, peak, why)
     return None

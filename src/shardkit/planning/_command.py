@@ -157,6 +157,11 @@ def _named(text: str, refusal: str) -> Any:
 
 
 def _model_of_transformers(path: Path) -> nn.Module:
+    if path.suffix == ".py":
+        msg = (
+            f"MODEL is {str(path)!r}, which is a script. Name its function: {path.stem}:make_model."
+        )
+        raise ConfigError(msg)
     try:
         import transformers
     except ImportError as error:

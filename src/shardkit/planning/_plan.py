@@ -321,7 +321,7 @@ def _time_lines(plan: RunPlan) -> list[str]:
     if time is None:
         return []
     total = f"a step on {time.hardware}: {time.seconds * 1e3:.1f} ms"
-    exposed = f"of which collectives cost {time.exposed_s * 1e3:.1f} ms"
+    exposed = f"of which collectives cost {time.exposed_s * 1e3:z.1f} ms"
     lines = [
         "",
         f"{total}, {exposed}; utilization {time.utilization:.1%}",

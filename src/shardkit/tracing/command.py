@@ -83,7 +83,8 @@ def _show(trace: Trace) -> None:
 def _facts(trace: Trace) -> Iterator[str]:
     yield (
         f"{len(trace.records)} ranks, {trace.num_steps()} steps, {trace.step_s() * 1e3:.2f} ms a "
-        f"step; buffers of shardkit have at most {trace.peak_nbytes() / _MIB:.1f} MiB on a rank"
+        f"step (median); "
+        f"buffers of shardkit have at most {trace.peak_nbytes() / _MIB:.1f} MiB on a rank"
     )
     if trace.missing:
         yield f"files of {len(trace.missing)} ranks are missing, rank {trace.missing[0]} first"

@@ -212,3 +212,10 @@ def test_what_cannot_be_planned_exits_with_1(
     result = _run(tmp_path, monkeypatch, model, "--mesh", "4")
     assert result.exit_code == 1
     assert message in result.stderr
+
+
+def test_a_script_is_no_model(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = str(tmp_path / "planned_module.py")
+    result = _run(tmp_path, monkeypatch, script, "--mesh", "4")
+    assert result.exit_code == 1
+    assert "which is a script. Name its function: planned_module:make_model" in result.stderr

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import re
 import tomllib
 import typing
 
@@ -313,6 +314,13 @@ def test_a_mesh_with_one_replica_is_tried_once(
     tried.clear()
     _advice.advise(run, 10**9, 1)
     assert set(tried) == {mesh}
+
+
+def test_a_choice_is_compared_with_what_was_asked_for() -> None:
+    run = Run(Mlp(8, 1), batch_on_meta(torch.empty(2, 8)), (4,))
+    first, *_ = _advice.choose_among(run, 10**9, IDEAL)
+    assert "; compared with what was asked for: collectives " in first.why
+    assert not re.search(r"-0\.0 ms|-0%", first.why)
 
 
 def test_what_is_no_profile_is_refused(planned: typing.Any) -> None:
