@@ -620,6 +620,30 @@ def test_optimizers_that_differ_are_named(spawn_errors: Spawn, what: str, said: 
             assert re.search(said, error.message), error.message
 
 
+def list_in_another_order(cls: type[torch.optim.Optimizer]) -> None:
+    """List parameters of one shape as a set may, in another order on each rank."""
+    mesh = make_mesh((2,))
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, mesh)
+    first, *others = model.parameters()
+    optimizer = cls([first, *(others if dist.get_rank() else reversed(others))], lr=0.01)  # type: ignore[call-arg]
+    for _ in range(2):
+        model(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_parameters_in_another_order_are_told(
+    spawn_errors: Spawn, cls: type[torch.optim.Optimizer]
+) -> None:
+    """Adafactor would take the sums of other parameters."""
+    for error in spawn_errors(list_in_another_order, 2, cls):
+        assert error is not None
+        assert error.type_name == "RankMismatchError", error.traceback
+        assert "another order of them" in error.message
+
+
 def step_in_another_order() -> None:
     """Step an optimizer for each parameter, in the order of a set of them."""
     model = sharded((2,))

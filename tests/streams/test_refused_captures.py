@@ -255,7 +255,11 @@ BODIES: dict[str, tuple[Callable[[Training], object], str]] = {
     "checks": (checking, r"set_watch\(check_gradients=False\)"),
     "plain": (
         lambda t: shardkit.capture(whole_step(t), t.plain),
-        r"capture got no sharded module: .*\['Model'\]",
+        r"sharded modules that it trains, came \['Model'\]\. Write capture\(step, model\)",
+    ),
+    "swapped": (
+        lambda t: shardkit.capture(t.model, whole_step(t)),
+        r"sharded modules that it trains, came \['function'\]\. Write capture\(step, model\)",
     ),
     "input": (
         lambda t: shardkit.capture(whole_step(t), t.model)(t.batch(0).requires_grad_()),

@@ -359,6 +359,8 @@ def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.M
 
 def complaint_of(module: nn.Module) -> str | None:
     """Return why a module cannot be checkpointed; None: it can."""
+    if not isinstance(module, nn.Module):
+        return "is no module."
     replaced = module.__dict__.get("forward")
     if isinstance(replaced, CheckpointedForward):
         return "is checkpointed already."

@@ -380,11 +380,13 @@ class CapturedStep(Generic[P, R]):
         self._name = getattr(step, "__name__", type(step).__name__)
         self._models = models
         self._warm_up = warm_up
-        groups = list(dict.fromkeys(g for m in models for g in groups_in(m, recurse=True)))
+        modules = models if all(isinstance(m, nn.Module) for m in models) else ()
+        groups = list(dict.fromkeys(g for m in modules for g in groups_in(m, recurse=True)))
         if not groups:
             msg = (
-                f"capture got no sharded module: expected the models that {self._name} trains, "
-                f"after fully_shard, came {[type(model).__name__ for model in models]}."
+                f"capture takes a step, here {self._name}, and then the sharded modules that it "
+                f"trains, came {[type(model).__name__ for model in models]}. Write "
+                f"capture(step, model), after fully_shard."
             )
             raise StateError(msg)
         _refuse(self._name, groups)

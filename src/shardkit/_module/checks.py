@@ -6,6 +6,7 @@ Nothing is changed before all checks have passed.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from shardkit._tensor.sharded import ShardedTensor, refused_hook
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardkit._mesh import DeviceMesh
 
@@ -93,12 +94,13 @@ def check_module(module: nn.Module) -> None:
 
 def checked_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     """Return the ignored parameters; ``module.parameters()`` yields each of them only once."""
-    ignored = set(() if ignored_params is None else ignored_params)
+    given: Any = () if ignored_params is None else ignored_params
+    ignored = set(given if isinstance(given, Iterable) else [given])
     for param in ignored:
         if not isinstance(param, nn.Parameter):
             msg = (
                 f"ignored_params takes Parameter objects, got {param!r}. Pass e.g. "
-                f"{{module.gate.weight}}, not names."
+                f"{{module.gate.weight}} or set(module.gate.parameters()), not names or modules."
             )
             raise WrapError(msg)
     return ignored

@@ -450,7 +450,13 @@ class FSDPModule(_Base):
         Args:
             requires_gradient_sync: The flag.
             recurse: Whether to set the flag on the sharded modules inside, too.
+
+        Raises:
+            StateError: The flag is a text, such as ``"no"``, which Python takes for True.
         """
+        if isinstance(requires_gradient_sync, str):
+            msg = f"requires_gradient_sync must be True or False, got {requires_gradient_sync!r}."
+            raise StateError(msg)
         runtime = state_of(self).runtime
         if runtime is not None and runtime.schedule.lends:
             runtime.backward.take_left()

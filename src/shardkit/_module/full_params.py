@@ -295,6 +295,12 @@ def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
 
 def _groups_to_show(module: nn.Module, *, recurse: bool) -> list[ParamGroup]:
     """Return the groups to show; refuse parameters that belong to none of them."""
+    if not isinstance(module, nn.Module):
+        msg = (
+            f"expected a module, got {module!r}. It comes first: apply_full(module, fn), "
+            f"summon_full_params(module)."
+        )
+        raise StateError(msg)
     every = list(groups_in(module, recurse=True))
     known = {id(param) for group in every for b in group.buckets for param in b.sharded}
     for name, param in module.named_parameters():

@@ -45,6 +45,12 @@ def place_params(
 
     Cost: two process groups per call for `Replicate()`, made once.
     """
+    if fn is not None and not callable(fn):
+        msg = (
+            f"shard_placement_fn must be a function of a parameter, got {fn!r}. Leave it out to "
+            f"shard all parameters over the mesh."
+        )
+        raise WrapError(msg)
     known = {_axes_of(mesh): mesh}
     for item in found:
         place, own = (mesh, spmd) if fn is None else _place_of(fn(item.param), item, mesh, spmd)

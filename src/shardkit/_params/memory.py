@@ -324,7 +324,8 @@ def _freed_error(param: Any) -> FreedParameterError:
     return FreedParameterError(
         f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
         f"memory has been given back. Do not keep it; take the sharded one from "
-        f"module.parameters(), or call unshard() on its module around the use."
+        f"module.parameters(), or call unshard() on its module around the use. If its forward "
+        f"returns it, or a view of it, shard that module by reshard_after_forward=False."
     )
 
 

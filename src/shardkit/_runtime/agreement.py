@@ -74,12 +74,12 @@ class Steps(NamedTuple):
     Attributes:
         kind: Name of its class.
         settings: Settings of its parameter groups, if they are compared: for each group the name of
-            its first sharded parameter, and its settings in words.
+            its first sharded parameter, its settings in words, and a digest of all such names.
         num_taken: Number of its steps since settings were compared.
     """
 
     kind: str
-    settings: tuple[tuple[str, str], ...]
+    settings: tuple[tuple[str, str, int], ...]
     num_taken: int
 
 
@@ -143,13 +143,13 @@ class OwnActions:
         return {id(entry) for entry in self._mesh.entries_of(self._groups)}
 
 
-def _settings_of(optimizer: Optimizer, entries: set[int]) -> Iterator[tuple[str, str]]:
+def _settings_of(optimizer: Optimizer, entries: set[int]) -> Iterator[tuple[str, str, int]]:
     for group in optimizer.param_groups:
-        name = next((p.spec.name for p in group["params"] if _is_in(p, entries)), None)
-        if name is not None:
+        names = [param.spec.name for param in group["params"] if _is_in(param, entries)]
+        if names:
             values = {key: _number(group[key]) for key in _SETTINGS if key in group}
             shown = ", ".join(f"{key}={value}" for key, value in values.items() if value != "")
-            yield name, shown
+            yield names[0], shown, zlib.crc32("\n".join(names).encode())
 
 
 def _is_in(param: Any, entries: set[int]) -> bool:
@@ -188,7 +188,7 @@ def first_difference(of_ranks: Sequence[TakenActions]) -> str | None:
                     f"{counts[1]} on position {rank}. Each rank updates its own pieces: take as "
                     f"many micro-batches, and call step() as often, on every rank."
                 )
-            for (name, a), (_, b) in zip(here.settings, there.settings, strict=False):
+            for (name, a, _), (_, b, _) in zip(here.settings, there.settings, strict=False):
                 if a != b:
                     return (
                         f"optimizers differ between ranks: {kind} updates {name!r} and those "
@@ -197,7 +197,12 @@ def first_difference(of_ranks: Sequence[TakenActions]) -> str | None:
                         f"settings on every rank, also where a scheduler chooses them by a loss "
                         f"(average it over the ranks first)."
                     )
-            return f"optimizers differ between ranks: {kind} has other parameter groups."
+            return (
+                f"optimizers differ between ranks: {kind} has other parameters, or another order "
+                f"of them, on position 0 of the process group than on position {rank}. Some steps "
+                f"communicate for one parameter after the other: list them on every rank as "
+                f"model.named_parameters() does. A set has another order on each rank."
+            )
     return None
 
 

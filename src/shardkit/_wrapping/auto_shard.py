@@ -15,6 +15,7 @@ from shardkit._settings import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     as_mixed_precision,
+    as_number,
     as_offload,
 )
 from shardkit._wrapping.experts import ExpertMeshes, Experts, PlacedExperts, axis_of
@@ -367,13 +368,14 @@ def offload_to_fit(units: Sequence[Unit], budget_nbytes: int) -> None:
     trainable, the gradients and two tensors of optimizer state (AdamW). Groups that are on the host
     already stay there. Of equal groups, the one that is sharded first is offloaded first.
     """
-    if budget_nbytes < 0:
-        msg = f"offload_budget_nbytes must be 0 or more bytes, got {budget_nbytes}."
+    budget = as_number(budget_nbytes)
+    if not budget >= 0:  # Also NaN.
+        msg = f"offload_budget_nbytes must be 0 or more bytes, got {budget_nbytes!r}."
         raise WrapError(msg)
     on_device = [
         unit for unit in units if not isinstance(unit.arguments["offload_policy"], CPUOffloadPolicy)
     ]
-    excess = sum(unit.state_nbytes for unit in on_device) - budget_nbytes
+    excess = sum(unit.state_nbytes for unit in on_device) - budget
     for unit in sorted(on_device, key=lambda unit: -unit.state_nbytes):
         if excess <= 0 or not unit.state_nbytes:
             return

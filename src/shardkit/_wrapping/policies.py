@@ -580,7 +580,7 @@ def chosen_by(tree: ModuleTree, policy: Any) -> Choice:
         return _by_class(tree, [policy])
     if isinstance(policy, Collection):
         return _by_class(tree, policy)
-    if not callable(policy):
+    if isinstance(policy, nn.Module) or not callable(policy):
         msg = (
             f"a policy is a class or its name, a collection of these, a mapping from names of "
             f"modules to arguments, or a callable; got {policy!r}."

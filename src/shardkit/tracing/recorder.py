@@ -123,6 +123,9 @@ def record(
     if isinstance(model, (str, Path)):
         msg = f"shardkit.record takes a model first. Write record(folder={str(model)!r})."
         raise StateError(msg)
+    if not isinstance(folder, (str, os.PathLike)):
+        msg = f"shardkit.record: folder must be a path, got {folder!r}. Leave it out for a default."
+        raise StateError(msg)
     if _events.observer is not None:
         msg = "shardkit.record: the steps of this process are observed already. End that first."
         raise StateError(msg)

@@ -198,6 +198,11 @@ def test_only_buffers_that_are_written_are_copied_again(monkeypatch: pytest.Monk
     assert not copied
 
 
+def test_a_name_is_no_module() -> None:
+    with pytest.raises(StateError, match=r"this str is no module"):
+        checkpoint_module("x")  # type: ignore[arg-type]
+
+
 def test_twice_is_an_error() -> None:
     model = checkpoint_module(Counting())
     with pytest.raises(StateError, match="Counting is checkpointed already"):

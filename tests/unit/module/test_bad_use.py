@@ -20,6 +20,7 @@ from shardkit import (
     ShardedTensorError,
     StateError,
     WrapError,
+    apply_full,
     auto_shard,
     fully_shard,
     register_fsdp_forward_method,
@@ -149,6 +150,48 @@ def test_modules_of_torch_jit(make: Callable[[nn.Module], nn.Module]) -> None:
         auto_shard(model, 4, apply=False)
     assert type(model) is nn.Sequential
     assert trains(fully_shard(model, mesh, ignored_params=set(model[1].parameters())))
+
+
+# --- arguments of other kinds -------------------------------------------------------------------
+
+
+def test_ignored_parameters_are_no_modules() -> None:
+    model, mesh = make_model()
+    for given in (model[0], model, [model[0]], 3, "0.weight"):
+        wrong: typing.Any = given
+        with pytest.raises(WrapError, match=r"takes Parameter objects, .* not names or modules"):
+            fully_shard(model, mesh, ignored_params=wrong)
+    assert trains(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_placement_fn": 0}, r"shard_placement_fn must be a function of a parameter, got 0"),
+        ({"policy": nn.Linear(4, 4)}, r"a policy is a class or its name, .* got Linear"),
+        ({"offload_budget_nbytes": "80GiB"}, r"must be 0 or more bytes, got '80GiB'"),
+        ({"offload_budget_nbytes": float("nan")}, r"must be 0 or more bytes, got nan"),
+    ],
+)
+def test_options_of_auto_shard(options: dict[str, typing.Any], message: str) -> None:
+    model, mesh = make_model()
+    with pytest.raises(WrapError, match=message):
+        auto_shard(model, mesh, **options)
+    assert trains(model)
+
+
+def test_the_module_comes_before_the_function() -> None:
+    model, _ = sharded_model()
+    function: typing.Any = print
+    with pytest.raises(StateError, match=r"expected a module, .* apply_full\(module, fn\)"):
+        apply_full(function, model)
+
+
+def test_a_flag_is_no_text() -> None:
+    """Python takes it for True."""
+    model, _ = sharded_model()
+    with pytest.raises(StateError, match=r"must be True or False, got 'no'"):
+        model.set_requires_gradient_sync("no")
 
 
 # --- in which order -----------------------------------------------------------------------------

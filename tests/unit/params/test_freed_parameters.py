@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from recorded import Recorded
 from torch import Tensor, nn
 
-from shardkit import FreedParameterError
+from recording import recording_mesh
+from shardkit import FreedParameterError, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,3 +213,39 @@ def test_on_one_rank_there_is_nothing_to_free() -> None:
     """The parameter seen in forward is the shard's own memory, which stays."""
     for weight in keep_weights(Recorded((1,))):
         assert weight.sum().isfinite()
+
+
+class Token(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 8))
+
+    def forward(self) -> Tensor:
+        return self.weight.expand(4, 8)
+
+
+class WithToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer, self.head = Token(), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(torch.cat([self.token(), x])))
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_forward_that_returns_its_parameter(*, reshard: bool | None) -> None:
+    mesh, _ = recording_mesh((4,))
+    model = WithToken()
+    fully_shard(model.token, mesh, reshard_after_forward=reshard)
+    fully_shard(model.layer, mesh)
+    fully_shard(model, mesh)
+    model(X).sum().backward()  # In a first pass its memory is still there.
+    if reshard is None:
+        with pytest.raises(
+            FreedParameterError, match=r"token\.weight.* reshard_after_forward=False"
+        ):
+            model(X)
+        return
+    model(X).sum().backward()
+    assert model.token.weight.grad is not None

@@ -102,6 +102,12 @@ def test_a_folder_in_the_place_of_the_model_is_refused(tmp_path: pathlib.Path) -
             record(wrong).__enter__()
 
 
+def test_a_folder_is_a_path() -> None:
+    wrong: typing.Any = None
+    with pytest.raises(StateError, match=r"folder must be a path, got None"):
+        record(folder=wrong).__enter__()
+
+
 def test_axes_of_one_name_are_left_out_also_if_one_came_later() -> None:
     alone = SimpleNamespace(members=(0,))
 
