@@ -55,3 +55,17 @@ def test_a_session_that_leaves_something_fails(
 def test_others_do_not(test: str, tmp_path: pathlib.Path) -> None:
     done = run_session(tmp_path, test)
     assert done.returncode == 0, done.stdout
+
+
+_MAX_NBYTES = 2**20
+
+
+@pytest.mark.skipif(not (TESTS.parent / ".git").exists(), reason="needs the repository")
+def test_the_repository_has_no_large_files() -> None:
+    """A wheel or a checkpoint that is committed by mistake stays in all clones."""
+    root = TESTS.parent
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True
+    )
+    files = [root / name for name in listed.stdout.split("\0") if name]
+    assert [str(f) for f in files if f.is_file() and f.stat().st_size > _MAX_NBYTES] == []
