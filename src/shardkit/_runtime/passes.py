@@ -79,7 +79,7 @@ class RegionTensors:
         entered: dict[int, Tensor] = {}
         for child, name, buffer in buffers_of(module):
             if id(buffer) not in entered:
-                entered[id(buffer)] = self._region.enter_shared(buffer.detach())
+                entered[id(buffer)] = self._region.enter_shared(_whole(buffer).detach())
             local = entered[id(buffer)]
             self._buffers.append((child, name, buffer, local, torch_tensors.version_of(local)))
             self._hold(child._buffers, name, buffer, local)  # noqa: SLF001 - past `setattr`
@@ -90,14 +90,14 @@ class RegionTensors:
         entered: dict[int, Tensor] = {}
         for child, name, param in plain_params_of(module):
             if id(param) not in entered:
-                whole = param.full_tensor() if isinstance(param, ShardedTensor) else param
-                entered[id(param)] = self._region.enter_shared(whole)
+                entered[id(param)] = self._region.enter_shared(_whole(param))
             self._hold(child._parameters, name, param, entered[id(param)])  # noqa: SLF001
 
     def _hold(self, holder: dict[str, Any], name: str, whole: Tensor, local: Tensor) -> None:
         self._held.append((holder, name, whole, local))
         holder[name] = local
 
+    @torch_tensors.without_dispatch_modes
     @torch.no_grad()
     def average(self) -> None:
         """Take out what forwards wrote to buffers, or put in their place: statistics, counters.
@@ -134,6 +134,10 @@ class RegionTensors:
                 holder[name] = whole
         self._held.clear()
         self._buffers.clear()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
 
 
 def plain_params_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
