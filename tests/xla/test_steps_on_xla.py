@@ -244,6 +244,46 @@ def test_a_buffer_may_be_a_sharded_tensor(is_written: bool, mesh: DeviceMesh) ->
     torch.testing.assert_close(outputs[3].full_tensor().cpu(), outputs[1])
 
 
+class Balanced(nn.Module):
+    """Keeps a loss and a number beside its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3))
+        self.loss: typing.Any = None
+        self.factor: typing.Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x)
+        self.loss = y.square().mean()
+        self.factor = torch.full((), 0.5, device=x.device)
+        return typing.cast("torch.Tensor", self.layers[1](y))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_numbers_may_be_kept_beside_the_outputs(training: bool, mesh: DeviceMesh) -> None:
+    plain = Balanced()
+    model = on_xla(plain)
+    fully_shard(model.layers[0], mesh)
+    fully_shard(model, mesh)
+    x = torch.randn(ROWS, 7)
+    with torch.set_grad_enabled(training):
+        for _ in range(2):
+            losses = [
+                each(batch).sum() + each.factor * each.loss
+                for each, batch in ((plain, x), (model, x.to("xla")))
+            ]
+            if training:
+                for loss in losses:
+                    loss.backward()
+            torch_xla.sync()
+            assert model.loss.item() == pytest.approx(plain.loss.item(), abs=1e-6)
+            torch.testing.assert_close(losses[1].cpu(), losses[0], rtol=0, atol=1e-5)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if training:
+            torch.testing.assert_close(mine.grad.full_tensor().cpu(), theirs.grad)
+
+
 def test_a_parameter_may_be_swapped_for_a_plain_one(mesh: DeviceMesh) -> None:
     pair = Pair(XlaRanks(mesh), "mlp")
     for model in (pair.plain, pair.sharded):
