@@ -7,6 +7,7 @@ import typing
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from xla_ranks import on_xla
 
 from shardkit import ShardedTensorError, StateError, checkpoint_module, fully_shard
@@ -52,6 +53,8 @@ MISSING: dict[str, Use] = {
     "lgamma": torch.lgamma,
     "its backward": lambda y: nn.functional.glu(y.repeat(1, 2)),
     "called by another": lambda y: y.median(1),
+    "its options": lambda y: torch.addmm(y, y @ y.T, y, beta=0.5),
+    "packed by lengths": lambda y: pack_padded_sequence(y[None], y.sum(1).long().clamp(1, 1)),
     "of a constant first": lambda y: torch.searchsorted(torch.ones(3, device="xla"), y.detach()),
 }
 """Operators that torch_xla lets the host compute."""

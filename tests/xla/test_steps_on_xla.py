@@ -18,6 +18,7 @@ from shardkit import (
     FreedParameterError,
     MeshError,
     MixedPrecisionPolicy,
+    ShardedTensor,
     StateError,
     WrapError,
     fully_shard,
@@ -220,6 +221,80 @@ def test_running_statistics_are_the_mean_over_the_ranks(mesh: DeviceMesh) -> Non
 
 
 # --- parameters outside of forward --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_buffer_may_be_a_sharded_tensor(is_written: bool, mesh: DeviceMesh) -> None:
+    plain = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3))
+    model = fully_shard(on_xla(plain), mesh)
+
+    def shift(module: nn.Module, args: typing.Any, y: torch.Tensor) -> torch.Tensor:
+        del args
+        if is_written:
+            module.start += 1
+        return y + module.start.sum(1)
+
+    outputs = []
+    for each, x in ((plain, torch.ones(ROWS, 7)), (model, torch.ones(ROWS, 7).to("xla"))):
+        each[0].register_buffer("start", each[0].weight.detach().clone())
+        each[0].register_forward_hook(shift)
+        outputs += [each(x), each[0].start]
+    assert isinstance(model[0].start, ShardedTensor)
+    torch.testing.assert_close(outputs[2].cpu(), outputs[0])
+    torch.testing.assert_close(outputs[3].full_tensor().cpu(), outputs[1])
+
+
+class Balanced(nn.Module):
+    """Keeps a loss and a number beside its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3))
+        self.loss: typing.Any = None
+        self.factor: typing.Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x)
+        self.loss = y.square().mean()
+        self.factor = torch.full((), 0.5, device=x.device)
+        return typing.cast("torch.Tensor", self.layers[1](y))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_numbers_may_be_kept_beside_the_outputs(training: bool, mesh: DeviceMesh) -> None:
+    plain = Balanced()
+    model = on_xla(plain)
+    fully_shard(model.layers[0], mesh)
+    fully_shard(model, mesh)
+    x = torch.randn(ROWS, 7)
+    with torch.set_grad_enabled(training):
+        for _ in range(2):
+            losses = [
+                each(batch).sum() + each.factor * each.loss
+                for each, batch in ((plain, x), (model, x.to("xla")))
+            ]
+            if training:
+                for loss in losses:
+                    loss.backward()
+            torch_xla.sync()
+            assert model.loss.item() == pytest.approx(plain.loss.item(), abs=1e-6)
+            torch.testing.assert_close(losses[1].cpu(), losses[0], rtol=0, atol=1e-5)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if training:
+            torch.testing.assert_close(mine.grad.full_tensor().cpu(), theirs.grad)
+
+
+def test_a_parameter_may_be_swapped_for_a_plain_one(mesh: DeviceMesh) -> None:
+    pair = Pair(XlaRanks(mesh), "mlp")
+    for model in (pair.plain, pair.sharded):
+        weight = model.layers[0].weight
+        torch.utils.swap_tensors(
+            weight, nn.Parameter(torch.ones(weight.shape, device=weight.device))
+        )
+    for _ in range(2):
+        pair.step()
+    pair.assert_equal()
+    assert isinstance(pair.sharded.layers[0].weight, ShardedTensor)
 
 
 class Counting(nn.Module):

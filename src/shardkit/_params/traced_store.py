@@ -133,7 +133,8 @@ class TracedStore(Store):
 
     def has_piece_of(self, index: int) -> bool:
         """Whether parameter `index` still has its piece here; not after ``.to(dtype)``."""
-        return self.entries[index].param.local_piece is self._pieces[index]  # type: ignore[attr-defined]
+        piece = getattr(self.entries[index].param, "local_piece", None)  # None after a swap.
+        return piece is self._pieces[index]
 
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the part of parameter `index` in a reduced shard, in the format of pieces."""

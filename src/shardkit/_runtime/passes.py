@@ -73,13 +73,17 @@ class RegionTensors:
         self._region = region
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
         self._held: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self._module: nn.Module | None = None
+        self._numbers: list[Tensor] = []
 
     def enter(self, module: nn.Module) -> None:
         """Let modules hold what the region computes with."""
+        self._module = module
+        self._numbers = [number for *_, number in numbers_of(module)]
         entered: dict[int, Tensor] = {}
         for child, name, buffer in buffers_of(module):
             if id(buffer) not in entered:
-                entered[id(buffer)] = self._region.enter_shared(buffer.detach())
+                entered[id(buffer)] = self._region.enter_shared(_whole(buffer).detach())
             local = entered[id(buffer)]
             self._buffers.append((child, name, buffer, local, torch_tensors.version_of(local)))
             self._hold(child._buffers, name, buffer, local)  # noqa: SLF001 - past `setattr`
@@ -90,14 +94,14 @@ class RegionTensors:
         entered: dict[int, Tensor] = {}
         for child, name, param in plain_params_of(module):
             if id(param) not in entered:
-                whole = param.full_tensor() if isinstance(param, ShardedTensor) else param
-                entered[id(param)] = self._region.enter_shared(whole)
+                entered[id(param)] = self._region.enter_shared(_whole(param))
             self._hold(child._parameters, name, param, entered[id(param)])  # noqa: SLF001
 
     def _hold(self, holder: dict[str, Any], name: str, whole: Tensor, local: Tensor) -> None:
         self._held.append((holder, name, whole, local))
         holder[name] = local
 
+    @torch_tensors.without_dispatch_modes
     @torch.no_grad()
     def average(self) -> None:
         """Take out what forwards wrote to buffers, or put in their place: statistics, counters.
@@ -134,6 +138,18 @@ class RegionTensors:
                 holder[name] = whole
         self._held.clear()
         self._buffers.clear()
+        self._module, self._numbers = None, []
+
+    def kept_numbers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Return the numbers that forwards have left in attributes of modules, as `numbers_of`."""
+        if self._module is None:
+            return []
+        before = {id(number) for number in self._numbers}
+        return [each for each in numbers_of(self._module) if id(each[2]) not in before]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
 
 
 def plain_params_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -152,6 +168,14 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for name, buffer in child._buffers.items():  # noqa: SLF001 - tied ones as well
             if buffer is not None:
                 yield child, name, buffer
+
+
+def numbers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the tensors without dims that modules hold as plain attributes, as `buffers_of`."""
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and value.ndim == 0 and value.device.type != "cpu":
+                yield child, name, value
 
 
 def was_written(module: nn.Module, buffer: Tensor, version: int) -> bool:
@@ -299,7 +323,10 @@ class TracedPasses(Passes):
             self.abandon()
             return output
         self._tensors.average()
+        kept = self._tensors.kept_numbers()
         self.abandon()
+        for child, name, number in kept:
+            vars(child)[name] = self._leave_output(number)
         for group in self._groups:
             if not in_use(group.index):
                 group.show(unsharded=False)  # Else a user would see one rank's kept parameters.

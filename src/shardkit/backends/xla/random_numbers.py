@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -79,8 +80,7 @@ _READS = {
     _aten.bincount.default,
 }
 """Operators whose result, or the shape of it, the host has to know."""
-_INDIRECT = {_aten.median.dim, _aten.nanmedian.dim, _aten.logcumsumexp.default}
-"""Operators that call others, which torch_xla does not have."""
+_READS_LENGTHS = _aten._pack_padded_sequence.default
 _NO_BACKWARD = {"glu", "logit", "_cdist_forward", "_pdist_forward", "multilabel_margin_loss"}
 """Names of operators that torch_xla has, but not those of their backward."""
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
@@ -135,7 +135,8 @@ def _is_on_host(func: Any) -> bool:
 @functools.cache
 def _is_missing(func: Any) -> bool:
     """Whether torch_xla lacks this operator, and lets the host compute it."""
-    return func in _INDIRECT or not any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
+    is_known = any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
+    return func == _READS_LENGTHS or not is_known
 
 
 @functools.cache
@@ -156,6 +157,8 @@ def _is_inside(tensor: Tensor) -> bool:
 
 
 _local = threading.local()
+_kept: list[object] = []
+"""What torch forgets if nobody keeps it."""
 
 
 @contextlib.contextmanager
@@ -170,11 +173,27 @@ def described() -> Iterator[None]:
 
 
 @functools.cache
-def install_description() -> None:
-    """Let `described` work: printing removes dispatch modes, so it is caught before."""
+def install_refusals() -> None:
+    """Catch what dispatch modes do not see, while `described`.
+
+    That is printing, which removes them, and torch_xla's way of letting the host compute an
+    operator, which may depend on the operator's options (`addmm` with a `beta`).
+    """
     cls: Any = Tensor
     for name in ("__repr__", "__format__"):
         setattr(cls, name, _describing(getattr(cls, name)))
+    library = torch.library.Library("aten", "IMPL")
+    as_usual: Any = torch.library.get_kernel("aten::_to_cpu", "XLA")
+
+    def to_cpu(keys: Any, tensors: list[Tensor]) -> Any:
+        if getattr(_local, "is_inside", False) and any(map(_is_inside, tensors)):
+            _refuse_missing("an operator")
+        return as_usual.call_boxed(keys, tensors)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that another kernel is there.
+        library.impl("_to_cpu", to_cpu, "XLA", with_keyset=True)
+    _kept.append(library)
 
 
 def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
@@ -193,17 +212,22 @@ def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
 
 def _refuse_read(func: Any) -> NoReturn:
     if func not in _READS and _is_on_host(func):
-        msg = (
-            f"{func} inside a forward: torch_xla does not have this operator, or its backward, and "
-            f"would compute it on the host. There its operands have no values yet: the forward is "
-            f"traced, and runs later. Compute the same by other operators, or outside of the model."
-        )
-        raise StateError(msg)
+        _refuse_missing(str(func))
     msg = (
         f"{func} inside a forward takes a tensor's values to the host (item(), print, cpu(), "
         f"an `if` or a mask by values). There it has other values on every rank, and none yet: "
         f"the forward is traced, and runs later. Return the tensor from the model and read it "
         f"outside; for a choice by values use torch.where."
+    )
+    raise StateError(msg)
+
+
+def _refuse_missing(what: str) -> NoReturn:
+    msg = (
+        f"{what} inside a forward: torch_xla does not have this operator, or its backward, or not "
+        f"with these options, and would compute it on the host. There its operands have no values "
+        f"yet: the forward is traced, and runs later. Compute the same by other operators, or "
+        f"outside of the model."
     )
     raise StateError(msg)
 

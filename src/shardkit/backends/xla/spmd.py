@@ -38,7 +38,7 @@ class SpmdRegion(GraphOrder):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        random_numbers.install_description()
+        random_numbers.install_refusals()
         names = (_SHARD,) if len(shape) == 1 else (_REPLICATE, _SHARD)
         self.num_ranks = math.prod(shape)
         self.device: torch.device = torch_xla.device()
