@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import math
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from reference import make_mesh
 from shardkit import RankMismatchError, checkpoint, fully_shard, summon_full_params
+from shardkit.optim import LocalOptimizer
 from workers import in_each
 
 if typing.TYPE_CHECKING:
@@ -607,7 +609,7 @@ def act_alone(what: str, mesh_shape: tuple[int, ...]) -> list[str]:
     ("what", "said"),
     [
         ("a step", r"AdamW took 1 steps on position 0 .*, and 0 on position 1.*call step\(\)"),
-        ("another rate", r"'0\.up\.weight'.* lr=0\.02,.* position 0 .* lr=0\.01,.* position 1"),
+        ("another rate", r"'0\.down\.bias'.* lr=0\.02,.* position 0 .* lr=0\.01,.* position 1"),
     ],
 )
 def test_optimizers_that_differ_are_named(spawn_errors: Spawn, what: str, said: str) -> None:
@@ -620,28 +622,61 @@ def test_optimizers_that_differ_are_named(spawn_errors: Spawn, what: str, said: 
             assert re.search(said, error.message), error.message
 
 
-def list_in_another_order(cls: type[torch.optim.Optimizer]) -> None:
-    """List parameters of one shape as a set may, in another order on each rank."""
+class OtherAdamW(torch.optim.AdamW):
+    """A class of users, of which nobody knows whether its steps communicate."""
+
+
+ELEMENTWISE: dict[str, typing.Any] = {
+    "AdamW": torch.optim.AdamW,
+    "by lists": functools.partial(torch.optim.AdamW, foreach=True),
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "local": functools.partial(LocalOptimizer, optimizer_class=torch.optim.AdamW),
+}
+OTHERS: dict[str, typing.Any] = {"Adafactor": torch.optim.Adafactor, "a user's": OtherAdamW}
+
+
+def list_in_another_order(name: str, num_first: int) -> list[float]:
+    """List parameters of one shape as a set may, in another order on each rank.
+
+    Return how far the parameters are from those of a plain model.
+    """
     mesh = make_mesh((2,))
+    torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+    plain = copy.deepcopy(model)
     for module in (*model, model):
         fully_shard(module, mesh)
-    first, *others = model.parameters()
-    optimizer = cls([first, *(others if dist.get_rank() else reversed(others))], lr=0.01)  # type: ignore[call-arg]
-    for _ in range(2):
-        model(torch.randn(4, 4)).square().mean().backward()
-        optimizer.step()
+    params = list(model.parameters())
+    first, others = params[:num_first], params[num_first:]
+    listed = [*first, *(others if dist.get_rank() else reversed(others))]
+    make = {**ELEMENTWISE, **OTHERS}[name]
+    optimizers = [make(listed, lr=0.01), torch.optim.AdamW(plain.parameters(), lr=0.01)]
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return [float((ours.full_tensor() - theirs).abs().max()) for ours, theirs in pairs]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("num_first", [0, 1])
+@pytest.mark.parametrize("name", OTHERS)
 def test_parameters_in_another_order_are_told(
-    spawn_errors: Spawn, cls: type[torch.optim.Optimizer]
+    spawn_errors: Spawn, name: str, num_first: int
 ) -> None:
     """Adafactor would take the sums of other parameters."""
-    for error in spawn_errors(list_in_another_order, 2, cls):
+    for error in spawn_errors(list_in_another_order, 2, name, num_first):
         assert error is not None
         assert error.type_name == "RankMismatchError", error.traceback
         assert "another order of them" in error.message
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_take_parameters_in_any_order(spawn: Spawn, name: str) -> None:
+    for differences in spawn(list_in_another_order, 2, name, 0):
+        assert max(differences) < 1e-6
 
 
 def step_in_another_order() -> None:

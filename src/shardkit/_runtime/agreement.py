@@ -50,6 +50,14 @@ if TYPE_CHECKING:
 # run.
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad", "maximize")
+_LOCAL = frozenset(
+    {
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam"),
+        *("RMSprop", "Rprop", "SGD", "LocalOptimizer"),
+    }
+)
+"""Names of optimizers that update each element by itself, and so communicate in no step."""
+_THEIR_PACKAGES = ("torch.optim", "shardkit.optim")
 _NUM_FIRST, _INTERVAL = 4, 50
 """Settings are read in the first backwards, and then in every fiftieth; steps are always read."""
 
@@ -144,9 +152,13 @@ class OwnActions:
 
 
 def _settings_of(optimizer: Optimizer, entries: set[int]) -> Iterator[tuple[str, str, int]]:
+    kind = type(optimizer)
+    may_communicate = not (kind.__name__ in _LOCAL and kind.__module__.startswith(_THEIR_PACKAGES))
     for group in optimizer.param_groups:
         names = [param.spec.name for param in group["params"] if _is_in(param, entries)]
         if names:
+            if not may_communicate:
+                names.sort()  # Each rank may have another order, as of a set.
             values = {key: _number(group[key]) for key in _SETTINGS if key in group}
             shown = ", ".join(f"{key}={value}" for key, value in values.items() if value != "")
             yield names[0], shown, zlib.crc32("\n".join(names).encode())
