@@ -166,7 +166,10 @@ def _taken_weight(weight: Tensor, num_groups: int) -> int:
 
 
 def _of_patches(weight: Tensor) -> int:
-    """Return the bytes of the gradient of an embedding of patches, in parts; 0 for other layers."""
+    """Return the bytes of the gradient of an embedding of patches; 0 for other layers.
+
+    It comes in four parts in fp32, with something between them.
+    """
     is_wide = weight.shape[-1] * weight.itemsize >= 4 * _BLOCK and weight.shape[1] < _BLOCK
     return 17 * weight.numel() if is_wide else 0
 
