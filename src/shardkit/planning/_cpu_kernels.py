@@ -221,8 +221,10 @@ def _of_convolution_backward(call: _Call) -> int:
         of_image = taken + _blocked(image) if max(strides) == 1 else 3 * image.nbytes
         most = max(most + image.nbytes, of_image)
     beside = most - sum(each.nbytes for each in call.results)
-    # The weight's gradient comes in blocks, and is copied at the end.
-    return _copies((grad, image, weight)) + max(beside, in_blocks + 8 * _SMALL, _of_patches(weight))
+    if weight[0, 0].numel() > 1 or max(strides) > 1:
+        # The weight's gradient comes in blocks, and is copied at the end.
+        beside = max(beside, in_blocks + 8 * _SMALL, _of_patches(weight))
+    return _copies((grad, image, weight)) + beside
 
 
 # --- other layers ---------------------------------------------------------------------------------
