@@ -491,3 +491,5 @@ def test_a_hook_of_ddp_is_refused() -> None:
     model = shardkit.fully_shard(Matrix(), make_mesh((2, 1)))
     with pytest.raises(StateError, match=r"takes \(tensor, .*'bf16_compress_hook' does not"):
         compress_gradients(model, default_hooks.bf16_compress_hook)
+    without_signature: typing.Any = type
+    compress_gradients(model, without_signature)

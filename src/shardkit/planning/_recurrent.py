@@ -2,7 +2,7 @@
 
 The CPU multiplies all inputs of a layer at once (ATen/native/RNN.cpp). It computes LSTMs of fp32
 and bf16 in oneDNN, whose workspace is kept for the backward (mkldnn/RNN.cpp). The sizes are those
-of oneDNN 3.10 to 3.12, which torch 2.11 to 2.15 have, with AVX-512 and without AMX.
+of oneDNN 3.10 to 3.13, which torch 2.11 to 2.15 have, with AVX-512 and without AMX.
 """
 
 from __future__ import annotations

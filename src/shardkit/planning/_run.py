@@ -118,7 +118,8 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
     model, options = copied(run)
     meter = MemoryMeter(on_cpu=run.on_cpu, is_timed=is_timed)
     world = dry_world(math.prod(run.mesh), run.rank, has_streams=not run.on_cpu)
-    with world, meter, observed_by(meter.observer):
+    as_on_device = optimizers_on_meta(on_cpu=run.on_cpu)
+    with world, meter, observed_by(meter.observer), as_on_device:
         names = ("replicate", "shard")[-len(run.mesh) :]
         mesh = init_dry_mesh(run.mesh, names)
         # One number for each value that ranks compare, and the scalars that C++ makes.
@@ -139,8 +140,10 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
             for name, tensor in tensors:
                 meter.note(_local(tensor))
                 meter.label(_local(tensor), kind, name)
+        optimizer = _optimizer(run, model)
+        made = getattr(optimizer, "optimizer_class", type(optimizer))  # The one that steps.
+        meter.in_torch_optim = made.__module__.startswith("torch.optim")
         with (
-            optimizers_on_meta(on_cpu=run.on_cpu),
             _named_modules(model, meter),
             fused_attention(on_cpu=run.on_cpu),
             transformers_without_values(),
@@ -149,9 +152,6 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
             _explained(meter),
             torch.autograd.set_detect_anomaly(False),  # Its checks read values.
         ):
-            optimizer = _optimizer(run, model)
-            made = getattr(optimizer, "optimizer_class", type(optimizer))  # The one that steps.
-            meter.in_torch_optim = made.__module__.startswith("torch.optim")
             _two_steps(run, model, optimizer, batch, meter)
         meter.padding_nbytes = _padding_nbytes(model)
         dtypes = {str(param.dtype).removeprefix("torch.") for param in model.parameters()}
