@@ -80,6 +80,28 @@ class Experts(nn.Module):
         return self.head(x)
 
 
+class Guarded(nn.Module):
+    """Layers that enter autocast themselves, or leave it."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            )
+            for _ in range(8)
+        )
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            for block in self.blocks:
+                x = torch.cat([x[:, :16], block(x)[:, 16:]], dim=1)
+            with torch.autocast(x.device.type, enabled=False):
+                outputs = self.head(x.float())
+        return F.mse_loss(outputs, torch.zeros_like(outputs))
+
+
 class Adapted(nn.Module):
     """A frozen layer with an adapter of low rank."""
 
@@ -209,6 +231,7 @@ class Case:
     optimizer: typing.Any = torch.optim.AdamW
     recompute: dict[str, typing.Any] | None = None
     accumulate: int = 1
+    autocast: torch.dtype | None = None
     sets: tuple[tuple[str, typing.Any], ...] = ()
 
     def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -299,6 +322,8 @@ CASES: dict[str, Case] = {
         functools.partial(Images, torch.channels_last),
         lambda: _images().to(memory_format=torch.channels_last),
     ),
+    "autocast": Case(_stack, _tokens, recompute={"every": 2}, autocast=torch.bfloat16),
+    "autocast by layers": Case(Guarded, _vectors),
     "fused": Case(Mlp, _few_rows, optimizer=_fused),
     "masters": Case(Mlp, _few_rows, optimizer=_with_masters),
     "rows and columns": Case(Mlp, _few_rows, optimizer=_by_lists),
@@ -404,8 +429,10 @@ class Training:
         for number in range(self.case.accumulate):
             if self.case.accumulate > 1:
                 self.model.set_requires_gradient_sync(number == self.case.accumulate - 1)
-            self.output = self.model(self.batch)
-            self.loss = self.output.sum()
+            autocast = self.case.autocast
+            with torch.autocast(self.batch.device.type, autocast, enabled=autocast is not None):
+                self.output = self.model(self.batch)
+                self.loss = self.output.sum()
             self.loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -428,6 +455,7 @@ def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
         optimizer=case.optimizer,
         loss=torch.sum,
         accumulate=case.accumulate,
+        autocast=case.autocast,
     )
     meter = dry_run(run)
     events = meter.events

@@ -170,6 +170,111 @@ def optimizers_on_meta(*, on_cpu: bool) -> Iterator[None]:
         yield
 
 
+_SPARE, _SPARE_KEY = "ipu", "AutocastIPU"
+"""Type of devices for which torch has autocast, and its dispatch key. Nobody has such devices."""
+
+
+def autocast_operators(device_type: str) -> list[Any]:
+    """Return the operators of torch whose inputs autocast converts on a device.
+
+    CUDA's stand for those of other accelerators.
+    """
+    key = "AutocastCPU" if device_type == "cpu" else "AutocastCUDA"
+    found = []
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace == "aten":
+            found.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    return found
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+@contextlib.contextmanager
+def autocast_on_meta(
+    target: str, conversions: dict[Any, Callable[..., Any]], clear: Callable[[], None]
+) -> Iterator[None]:
+    """Let autocast for devices of type `target`, and for meta, convert inputs of operators.
+
+    Torch has no autocast for tensors on meta. So both types stand for one that nobody has, whose
+    dispatch key all calls get. Tested with torch 2.9 to 2.15.
+
+    Args:
+        target: Type of devices.
+        conversions: Function for each operator, which gets its arguments, and returns them with
+            others in the place of some.
+        clear: Function that is called when torch forgets its casts of weights.
+    """
+    types = {target, "meta"}
+    available, enabled = torch.amp.is_autocast_available, torch.is_autocast_enabled
+    get_dtype, clear_cache = torch.get_autocast_dtype, torch.clear_autocast_cache
+
+    def is_available(device_type: str) -> bool:
+        return device_type in types or available(device_type)
+
+    def is_enabled(device_type: str = "cuda") -> bool:
+        return enabled(_SPARE if device_type in types else device_type)
+
+    def dtype_of(device_type: str) -> torch.dtype:
+        if device_type not in types:
+            return get_dtype(device_type)
+        return get_dtype(_SPARE if enabled(_SPARE) else target)
+
+    def clear_both() -> None:
+        clear()
+        clear_cache()
+
+    key = getattr(torch._C.DispatchKey, _SPARE_KEY)
+    keys = torch._C.DispatchKeySet(key)
+
+    def kernel_of(operator: Any, convert: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = convert(*args, **kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return operator(*args, **kwargs)
+
+        return call
+
+    fallback, library = (torch.library.Library(name, "IMPL", _SPARE_KEY) for name in ("_", "aten"))
+    fallback.fallback(torch.library.fallthrough_kernel)
+    for operator, convert in conversions.items():
+        library.impl(operator, kernel_of(operator, convert))
+    with (
+        patch.object(torch.autocast, "__init__", _init_as_spare(target, types, dtype_of)),
+        patch.object(torch.amp, "is_autocast_available", is_available),
+        patch.object(torch, "is_autocast_enabled", is_enabled),
+        patch.object(torch, "get_autocast_dtype", dtype_of),
+        patch.object(torch, "clear_autocast_cache", clear_both),
+        torch._C._IncludeDispatchKeyGuard(key),
+    ):
+        yield
+
+
+def _init_as_spare(
+    target: str, types: set[str], dtype_of: Callable[[str], torch.dtype]
+) -> Callable[..., None]:
+    """Return a constructor of `torch.autocast` that takes some types for the spare one."""
+    init = torch.autocast.__init__
+
+    @functools.wraps(init)
+    def wrapper(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type not in types:
+            init(self, device_type, dtype, *args, **kwargs)
+            return
+        dtype = dtype or dtype_of(device_type)
+        # CUDA takes all dtypes.
+        init(self, _SPARE, dtype if target == "cpu" else torch.half, *args, **kwargs)
+        self.fast_dtype = dtype
+
+    return wrapper
+
+
 def after_unscaling(hook: Callable[[torch.optim.Optimizer, dict[Any, Tensor]], None]) -> None:
     """Call `hook` after a stock gradient scaler has checked the gradients of an optimizer.
 

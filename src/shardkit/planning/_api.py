@@ -42,6 +42,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     loss: Callable[[Any], Tensor] | None = None,
     recompute: bool | Mapping[str, Any] = False,
     accumulate: int = 1,
+    autocast: torch.dtype | None = None,
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
     budget: int | str | None = None,
     hardware: str | None = None,
@@ -82,6 +83,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         recompute: Whether backward recomputes the activations of repeated blocks; or options of
             `checkpoint_activations`.
         accumulate: Number of micro-batches in a step; the last one syncs.
+        autocast: Dtype of `torch.autocast` around forward and loss; None: the script enters none.
+            A model's own autocast counts in both cases.
         shard: Function of model and mesh that calls `fully_shard` itself, without `options`.
         budget: Bytes that a device may hold, such as ``"80GiB"``. If the run does not fit, changes
             are tried.
@@ -121,9 +124,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if accumulate < 1:
         msg = f"accumulate must be 1 micro-batch of a step or more, got {accumulate}."
         raise ConfigError(msg)
-    if not callable(optimizer) and optimizer not in (*OPTIMIZERS, None):
-        msg = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function, got {optimizer!r}."
-        raise ConfigError(msg)
+    _check_kinds(optimizer, autocast)
     if shard is not None and options:
         msg = f"shard takes the place of {', '.join(options)}. Pass one or the other."
         raise ConfigError(msg)
@@ -146,6 +147,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
         loss=loss,
         accumulate=accumulate,
+        autocast=autocast,
     )
     result = plan_of(run, dry_run(run, is_timed=profile is not None), most, profile)
     if profile is not None and choose:
@@ -169,6 +171,15 @@ def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:
         msg = f"mesh must be (shard,) or (replicate, shard), each of 1 rank or more, got {shape}."
         raise ConfigError(msg)
     return shape
+
+
+def _check_kinds(optimizer: Any, autocast: Any) -> None:
+    if not callable(optimizer) and optimizer not in (*OPTIMIZERS, None):
+        msg = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function, got {optimizer!r}."
+        raise ConfigError(msg)
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        msg = f"autocast must be a dtype such as torch.bfloat16, or None, got {autocast!r}."
+        raise ConfigError(msg)
 
 
 def _integer(name: str, value: Any) -> int:

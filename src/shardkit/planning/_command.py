@@ -226,6 +226,9 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
         bool, typer.Option("--recompute", help="Compute activations of blocks again in backward.")
     ] = False,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    autocast: Annotated[
+        str | None, typer.Option(help="Dtype of torch.autocast around forward and loss.")
+    ] = None,
     optimizer: Annotated[
         str,
         typer.Option(
@@ -290,6 +293,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             optimizer=read_optimizer(optimizer),
             recompute=recompute,
             accumulate=accumulate,
+            autocast=_dtype(autocast),
             budget=budget,
             hardware=hardware,
             choose=choose,

@@ -177,11 +177,14 @@ def _of_patches(weight: Tensor) -> int:
 def _weight_gradient(call: _Call) -> int:
     """Return the bytes of a weight's gradient in fp32, in the format of `channels_last` images.
 
-    Groups of one channel have a kernel without blocks for at most three columns.
+    Groups of one channel have a kernel without blocks for at most three columns, unless images have
+    fewer rows than it.
     """
-    weight, dilation, num_groups = call.inputs[2], call.args[6], call.args[9]
+    (_, image, weight, *_), strides = call.inputs, call.args[4]
+    dilation, num_groups = call.args[6], call.args[9]
     is_alone = num_groups == len(weight) > 1 == weight.shape[1] and weight.dim() == 4  # noqa: PLR2004
-    if is_alone and weight.shape[-1] <= _COLUMNS and max(dilation) == 1:
+    is_narrow = weight.shape[-1] <= _COLUMNS and max(dilation) == 1
+    if is_alone and is_narrow and image.shape[2] >= weight.shape[2] + strides[0] - 1:
         return weight.nbytes
     return _in_blocks(weight, num_groups) * max(_FP32_NBYTES // weight.itemsize, 1)
 

@@ -27,8 +27,10 @@ _HEAD_DIMS = range(0, 257, 8)
 """Head dims of flash attention on CUDA."""
 
 
-def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
+def fused_attention(cast: Callable[[Any], Any], *, on_cpu: bool) -> AbstractContextManager[object]:
     """Compute attention on meta like fused kernels do, without torch's matrix of scores.
+
+    `cast` converts the inputs as autocast does.
 
     Meanwhile the function of torch is replaced. A dispatch mode would not work: it is off in a
     backward, where activation checkpointing runs a forward again. The kernels are that of the CPU,
@@ -39,7 +41,7 @@ def fused_attention(*, on_cpu: bool) -> AbstractContextManager[object]:
 
     @functools.wraps(original)
     def attention(*args: Any, **options: Any) -> Any:
-        fused = kernel(**{**dict(zip(_NAMES, args, strict=False)), **options})
+        fused = kernel(**cast({**dict(zip(_NAMES, args, strict=False)), **options}))
         return original(*args, **options) if fused is None else fused
 
     return patch.object(torch.nn.functional, "scaled_dot_product_attention", attention)
@@ -244,7 +246,6 @@ def _scratch_of_efficient(query: Tensor, key: Tensor) -> tuple[int, ...]:
 
 # --- images whose channels are next to each other ---
 
-_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -269,22 +270,31 @@ def is_packed(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
 
 
-def _convolution(func: Any, *args: Any, **options: Any) -> Any:
-    """Run a convolution or its backward on meta; its results have the format of a device.
+_CONVOLUTIONS = {
+    torch.ops.aten.convolution: slice(2),
+    torch.ops.aten.convolution_backward: slice(1, 3),
+}
+"""Operators, and where their image and weight are in the arguments."""
+_OF_IMAGES = {
+    torch.ops.aten.native_batch_norm: slice(1),
+    torch.ops.aten.native_batch_norm_backward: slice(1, 2),
+    torch.ops.aten.pixel_shuffle: slice(1),
+    torch.ops.aten.pixel_unshuffle: slice(1),
+    torch.ops.aten.roll: slice(1),
+}
+"""The same of operators whose results have other strides on the CPU than on meta."""
 
-    The image comes before the weight, and a gradient before both. Torch's results on meta are
-    always contiguous.
-    """
-    out = func(*args, **options)
-    first = len(args) > 9  # noqa: PLR2004 - `convolution_backward` has more arguments.
-    if not any(map(is_channels_last, args[first : first + 2])):
-        return out
+
+def _in_format(images: slice, func: Any, *args: Any, **options: Any) -> Any:
+    """Run an operator on meta; its results have their channels last if an image has them there."""
+    is_last = any(map(is_channels_last, args[images]))
 
     def formatted(tensor: Tensor) -> Tensor:
         has_points = tensor.dim() in CHANNELS_LAST
-        return tensor.to(memory_format=CHANNELS_LAST[tensor.dim()]) if has_points else tensor
+        format_ = CHANNELS_LAST[tensor.dim()] if is_last and has_points else torch.contiguous_format
+        return tensor.contiguous(memory_format=format_)
 
-    return map_tensors(formatted, out)
+    return map_tensors(formatted, func(*args, **options))
 
 
 # --- products of groups of rows with the matrices of experts ---
@@ -328,11 +338,12 @@ _IN_STEPS: dict[Any, Callable[..., Any]] = {
 # --- what runs in the place of an operator ---
 
 
-def kernel_of(func: Any, args: Any, *, in_torch_optim: bool) -> Callable[..., Any]:
+def kernel_of(func: Any, args: Any, *, in_torch_optim: bool, on_cpu: bool) -> Callable[..., Any]:
     """Return what runs for an operator on meta: most often the operator itself."""
     packet = func.overloadpacket
-    if packet in _CONVOLUTIONS:
-        return functools.partial(_convolution, func)
+    images = _CONVOLUTIONS.get(packet) or (_OF_IMAGES.get(packet) if on_cpu else None)
+    if images is not None:
+        return functools.partial(_in_format, images, func)
     if packet is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
         return _grouped_product
     found: Callable[..., Any] = _IN_STEPS.get(packet, func) if in_torch_optim else func

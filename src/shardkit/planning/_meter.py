@@ -159,7 +159,7 @@ class MemoryMeter(TorchDispatchMode):
             except NotImplementedError:  # torch 2.9 has none of them on meta, 2.13 some.
                 return func(*map_tensors(_nothing, args), **map_tensors(_nothing, kwargs or {}))
         in_torch_optim = self.in_torch_optim and self.observer.phase == "optimizer"
-        run = kernel_of(func, args, in_torch_optim=in_torch_optim)
+        run = kernel_of(func, args, in_torch_optim=in_torch_optim, on_cpu=self._on_cpu)
         try:
             out = run(*args, **(kwargs or {}))
         except (NotImplementedError, RuntimeError):

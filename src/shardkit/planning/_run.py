@@ -25,6 +25,7 @@ from shardkit._tree import iter_tensors, map_tensors
 from shardkit._wrapping.activations import checkpoint_activations
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit.backends.dry import dry_world, init_dry_mesh, is_on_host
+from shardkit.planning._autocast import Autocast
 from shardkit.planning._kernels import (
     fused_attention,
     seen_random_states,
@@ -58,6 +59,7 @@ class Run:
     optimizer: MakeOptimizer | None = torch.optim.AdamW
     loss: Callable[[Any], Tensor] | None = None
     accumulate: int = 1
+    autocast: torch.dtype | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -123,7 +125,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
         names = ("replicate", "shard")[-len(run.mesh) :]
         mesh = init_dry_mesh(run.mesh, names)
         # One number for each value that ranks compare, and the scalars that C++ makes.
-        meter.born(8 * len([*model.parameters()]) + 64, "buffers", "scalars")
+        meter.born(8 * len([*model.parameters()]) + 512, "buffers", "scalars")
         if run.recompute is not None:
             switch_cache_off(model)  # A repetition would write to it.
             checkpoint_activations(model, **run.recompute)
@@ -143,9 +145,11 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
         optimizer = _optimizer(run, model)
         made = getattr(optimizer, "optimizer_class", type(optimizer))  # The one that steps.
         meter.in_torch_optim = made.__module__.startswith("torch.optim")
+        autocast = Autocast(run.device)
         with (
             _named_modules(model, meter),
-            fused_attention(on_cpu=run.on_cpu),
+            autocast.on_meta(),
+            fused_attention(autocast.lowered, on_cpu=run.on_cpu),
             transformers_without_values(),
             seen_random_states(meter.note) if run.on_cpu else contextlib.nullcontext(),
             recurrent_layers() if run.on_cpu else contextlib.nullcontext(),
@@ -204,8 +208,9 @@ def _two_steps(
         for left in reversed(range(run.accumulate)):
             if run.accumulate > 1 and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(not left)
-            output = _forward(model, batch)
-            loss = _loss_of(run, output)
+            with torch.autocast(run.device, run.autocast, enabled=run.autocast is not None):
+                output = _forward(model, batch)
+                loss = _loss_of(run, output)
             loss.backward()
         names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
         for param, name in names.items():

@@ -264,6 +264,15 @@ def _in_channels_last(*shape: int) -> Tensor:
             (_in_channels_last(4, 128, 56, 56), _like(128, 1, 7, 7), _like(128)),
             6_448_128,
         ),
+        (  # Of Segformer: its smallest images have fewer rows than the filters.
+            "convolution_backward",
+            (
+                *([_in_channels_last(2, 64, 2, 2)] * 2), _like(64, 1, 3, 3), [64],
+                *([1, 1], [1, 1], [1, 1], False, [0, 0], 64, [True, True, True]),
+            ),
+            (_in_channels_last(2, 64, 2, 2), _like(64, 1, 3, 3), _like(64)),
+            592_384,
+        ),
         (  # Of the end of a ResNet.
             "convolution_backward",
             (*([_like(8, 512, 3, 3)] * 2), _like(512, 512, 3, 3), [512], *_PLAIN, *_BACKWARD),
@@ -406,3 +415,32 @@ def test_results_of_convolutions_have_the_format_of_a_cpu(
     real = formats("cpu")
     with MemoryMeter(on_cpu=True):
         assert formats("meta") == real
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("native_batch_norm", (None, None, None, None, True, 0.1, 1e-5)),
+        ("pixel_shuffle", (2,)),
+        ("pixel_unshuffle", (2,)),
+        ("roll", ([1], [1])),
+    ],
+)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (2, 1, 0, 3)])
+def test_results_of_other_layers_have_the_strides_of_a_cpu(
+    name: str, args: tuple[typing.Any, ...], order: tuple[int, ...]
+) -> None:
+    shape = [0, 0, 0, 0]
+    for dim, size in zip(order, (2, 8, 6, 6), strict=True):
+        shape[dim] = size
+
+    def strides(device: str) -> list[tuple[int, ...]]:
+        image = torch.ones(shape, device=device).permute(order).requires_grad_()
+        out = getattr(torch.ops.aten, name)(image, *args)
+        first = out if isinstance(out, Tensor) else out[0]
+        [grad] = torch.autograd.grad(first, image, torch.ones_like(first))
+        return [first.stride(), grad.stride()]
+
+    real = strides("cpu")
+    with MemoryMeter(on_cpu=True):
+        assert strides("meta") == real
