@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from allocated import peaks_of, start_counting
 from models import CASES, Case
 from parity import in_turns
 from reference import (
@@ -27,7 +28,7 @@ from reference import (
     shard,
     step_all,
 )
-from shardkit import MixedPrecisionPolicy, fully_shard
+from shardkit import MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -341,3 +342,40 @@ def test_an_overflow_of_a_plain_parameter_is_one_on_all_ranks(
     expected = [1024.0, 1.0, 512.0, 0.0, 512.0, 1.0]
     for found in spawn(scales_with_a_plain_head, math.prod(mesh_shape), mesh_shape, bad_rank):
         assert found == expected
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+_WIDTH, _NUM_LAYERS = 512, 12
+_LAYER_NBYTES = 4 * _WIDTH * _WIDTH
+
+
+def most_nbytes_in_autocast(way: str) -> int:
+    """Return the bytes that a forward of many layers takes at most in autocast."""
+    start_counting()
+    torch.manual_seed(0)
+    layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_NUM_LAYERS)]
+    model = nn.Sequential(*(nn.Sequential(layer) for layer in layers))
+    if way == "recomputed":
+        checkpoint_activations(model, classes=nn.Linear)
+    for layer in model:
+        fully_shard(layer, make_mesh((2,)))
+    fully_shard(model, make_mesh((2,)))
+    x = torch.ones(1, _WIDTH)
+
+    def forward() -> None:
+        with torch.set_grad_enabled(way != "evaluated"), torch.autocast("cpu", torch.bfloat16):
+            if way == "recomputed around groups":
+                checkpoint(model, x.clone().requires_grad_(), use_reentrant=False)
+            else:
+                model(x.clone().requires_grad_())
+
+    forward()
+    before = max(peaks_of(lambda: None))
+    return max(peaks_of(forward)) - before
+
+
+@pytest.mark.parametrize("way", ["evaluated", "recomputed", "recomputed around groups"])
+def test_autocast_keeps_no_copies_of_weights_that_no_backward_reads(way: str, spawn: Spawn) -> None:
+    for nbytes in spawn(most_nbytes_in_autocast, 2, way):
+        assert nbytes < 4 * _LAYER_NBYTES  # All copies together are half of 12 layers.

@@ -179,7 +179,11 @@ class CheckpointedForward:
             if self._saved is not None:
                 options["context_fn"] = self._saved.contexts
         # Keywords of the module may have the same names as those of `checkpoint`.
-        return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False, **options)
+        run = functools.partial(run, **kwargs)
+        output = checkpoint(run, *args, use_reentrant=False, **options)
+        # Autocast would keep its copies of the weights until it ends. No backward reads them.
+        torch.clear_autocast_cache()
+        return output
 
 
 class BuffersBefore:

@@ -173,6 +173,15 @@ def apply_debug(
     gathers.report = reductions.report = report
 
 
+def forget_casts(*, needs_backward: bool) -> None:
+    """Free the copies of weights that autocast keeps until it ends, if no backward reads them.
+
+    They are whole copies, and would outlive the unsharded parameters.
+    """
+    if not needs_backward or torch_autograd.has_saved_tensors_hooks():  # As in a checkpoint.
+        torch.clear_autocast_cache()
+
+
 # --- the runtime ----------------------------------------------------------------------------------
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -218,6 +227,7 @@ class Runtime:
         self.groups = list(groups)
         self.settings = settings
         backend = groups[0].mesh.backend
+        self._device_type = groups[0].device.type
         for index, group in enumerate(self.groups):
             group.index = index
         # A process that holds all ranks has no other ranks to compare with.
@@ -518,24 +528,26 @@ class Runtime:
             or record is None
             or not (in_transform or record.input_grads or group.may_train(module))
         )
-        if not is_watched:
+        if record is not None and not is_watched:
             # Without this nothing would, since no output reports the start of backward.
             group.grad_hooks.collect_at_once()
-        if not is_watched and not in_transform and record and not record.may_lack_outputs:
-            self._warn_unwatched(group)
+            self._warn_unwatched(group, is_meant=in_transform or record.may_lack_outputs)
         actions = self.schedule.exit_forward(
             group.index,
             needs_backward=needs_backward,
             is_watched=is_watched,
             reports_exit=record is not None and record.input_grads is not None,
         )
-        is_kept = needs_backward and group.index in self.schedule.options.no_reshard_after_forward
+        may_be_kept = group.index in self.schedule.options.no_reshard_after_forward
+        is_kept = needs_backward and may_be_kept
         if not self.schedule.in_forward(group.index):
             if is_kept or has_several or self.schedule.states[group.index].is_lent:
                 group.return_given()
             else:
                 group.show(unsharded=False)
         self.gathers.carry_out(actions)
+        if torch.is_autocast_enabled(self._device_type) and not may_be_kept:
+            forget_casts(needs_backward=needs_backward)
 
     def _hide(self, group: ParamGroup) -> None:
         """Let modules show the sharded parameters, unless a pipeline reshards the group itself."""
@@ -553,9 +565,9 @@ class Runtime:
         if group.was_written:
             keep_writes(group, self.streams)
 
-    def _warn_unwatched(self, group: ParamGroup) -> None:
+    def _warn_unwatched(self, group: ParamGroup, *, is_meant: bool) -> None:
         """Warn once per group that no output can report the start of its backward."""
-        if group.index not in self._warned and group.needs_memory:
+        if not is_meant and group.index not in self._warned and group.needs_memory:
             self._warned.add(group.index)
             msg = (
                 f"forward of {group.name!r} ran with gradients on, but returned no tensor that "
