@@ -176,6 +176,19 @@ def test_a_hook_prints_without_values(mesh: DeviceMesh, capsys: pytest.CaptureFi
     assert "<a rank's tensor inside of a backward, of shape (2, 5)" in capsys.readouterr().out
 
 
+def test_what_a_forward_has_kept_cannot_be_read(mesh: DeviceMesh) -> None:
+    net: typing.Any = fully_shard(Net(lambda _, y: y).to("xla"), mesh)
+    kept: list[Tensor] = []
+    net.layer.register_forward_hook(lambda _, __, y: kept.extend((y.detach(), y.norm().detach())))
+    output = net(torch.randn(ROWS, 5))
+    torch_xla.sync()
+    for read in (kept[0].cpu, kept[0].tolist, kept[1].item):
+        with pytest.raises(StateError, match="that a forward has kept beside its outputs"):
+            read()
+    assert repr(kept[1]).startswith("<a rank's tensor that a forward has kept, of shape ()")
+    assert output.cpu().shape == (ROWS, WIDTH)
+
+
 def test_a_loss_outside_is_computed_by_the_host(mesh: DeviceMesh) -> None:
     """Its operands come out of the region, but the graph in which they are has it."""
     model = fully_shard(nn.Linear(5, 3).to("xla"), mesh)

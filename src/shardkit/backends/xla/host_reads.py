@@ -146,6 +146,27 @@ def described() -> Iterator[None]:
         _local.is_inside = before
 
 
+def _is_kept(tensor: Tensor) -> bool:
+    """Whether a graph that has run returned a rank's tensor, which Python kept."""
+    if type(tensor) not in {Tensor, torch.nn.Parameter}:  # torch_xla knows no subclasses.
+        return False
+    sharding: str = torch_xla._XLAC._get_xla_sharding_spec(tensor)
+    return sharding == "{manual}"
+
+
+def _check_read(what: str, tensor: Tensor) -> None:
+    """Refuse a read of a rank's tensor. In a forward, a dispatch mode calls `check` before."""
+    if torch_autograd.in_backward() and _is_inside(tensor):
+        _refuse_read(what)
+    if _is_kept(tensor):
+        msg = (
+            f"{what} of a tensor of shape {tuple(tensor.shape)} that a forward has kept beside its "
+            f"outputs (in a list, in an attribute, by a hook). It has other values on every rank, "
+            f"and only outputs are put together from those of all ranks: return it from the model."
+        )
+        raise StateError(msg)
+
+
 def _may_be_inside() -> bool:
     return getattr(_local, "is_inside", False) or torch_autograd.in_backward()
 
@@ -177,8 +198,7 @@ def _computing(kernel: Any) -> Callable[..., Any]:
 
 def _reading_one(kernel: Any) -> Callable[..., Any]:
     def read(keys: Any, tensor: Tensor) -> Any:
-        if torch_autograd.in_backward() and _is_inside(tensor):
-            _refuse_read("item()")
+        _check_read("item()", tensor)
         return kernel.call_boxed(keys, tensor)
 
     return read
@@ -187,11 +207,13 @@ def _reading_one(kernel: Any) -> Callable[..., Any]:
 def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(as_usual)
     def describe(tensor: Tensor, *args: Any, **options: Any) -> str:
-        if tensor.device.type == "xla" and _may_be_inside() and _is_inside(tensor):
-            return (
-                f"<a rank's tensor inside of a {_pass()}, of shape {tuple(tensor.shape)}, "
-                f"{tensor.dtype}; values after it only>"
-            )
+        if tensor.device.type != "xla":
+            return as_usual(tensor, *args, **options)
+        of = f"of shape {tuple(tensor.shape)}, {tensor.dtype}"
+        if _may_be_inside() and _is_inside(tensor):
+            return f"<a rank's tensor inside of a {_pass()}, {of}; values after it only>"
+        if _is_kept(tensor):
+            return f"<a rank's tensor that a forward has kept, {of}; return it to see its values>"
         return as_usual(tensor, *args, **options)
 
     return describe
@@ -200,9 +222,8 @@ def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
 def _reading(as_usual: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(as_usual)
     def read(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        is_read = tensor.device.type == "xla" and torch_autograd.in_backward()
-        if is_read and not isinstance(tensor, HostValues) and _is_inside(tensor):
-            _refuse_read(f"{as_usual.__name__}()")
+        if tensor.device.type == "xla" and not isinstance(tensor, HostValues):
+            _check_read(f"{as_usual.__name__}()", tensor)
         return as_usual(tensor, *args, **options)
 
     return read
