@@ -108,6 +108,12 @@ def in_backward() -> bool:
     return bool(current_run() != -1)
 
 
+def current_node_name() -> str | None:
+    """Return the name of the node that a backward runs on the calling thread, if one does."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else str(node.name())
+
+
 def will_run(node: Any) -> bool:
     """Whether a backward runs that has a node in its graph, and needs its gradient.
 

@@ -2,8 +2,9 @@
 
 Only this package imports torch_xla, including private names of it. `init_xla_mesh` makes meshes: by
 `spmd` for one process with all devices, by `replica` if each replica traces for itself. `backend`
-is the common part of both. `random_numbers` draws numbers that differ between ranks, and refuses
-operators that would read what the host cannot.
+is the common part of both. `random_numbers` draws numbers that differ between ranks. `host_reads`
+refuses operators that would read what the host cannot, `operators` puts right what torch_xla
+computes wrongly.
 
 Tried with torch_xla 2.9.0 on the CPU. Private names are
 ``_XLAC._xla_spmd_all_reduce`` (the public `all_reduce` does nothing under SPMD),

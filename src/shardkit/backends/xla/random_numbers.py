@@ -10,24 +10,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
-import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.runtime as xr
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit._compat import torch_tensors
-from shardkit._errors import ShardedTensorError, StateError
+from shardkit._errors import StateError
 from shardkit._host_values import HostValues
 from shardkit._tree import iter_tensors, map_tensors
+from shardkit.backends.xla import host_reads, operators
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 
 # --- the order of a graph -------------------------------------------------------------------------
@@ -40,6 +38,7 @@ class GraphOrder:
     gathers_wait = True
 
     def __init__(self) -> None:
+        operators.install()
         self._progress: Tensor | None = None
         self.drawing: Any = None
 
@@ -60,189 +59,9 @@ class GraphOrder:
         torch_xla._XLAC._set_all_reduce_token(str(self.device), None)
 
 
-# --- what the host cannot read --------------------------------------------------------------------
-#
-# XLA ends the process when such a tensor must leave the devices, so operators that would do that
-# are refused before.
-
-_aten = torch.ops.aten
-_ENTERS = "SPMDFullToShardShape"
-_READS = {
-    _aten._local_scalar_dense.default,
-    _aten.equal.default,
-    _aten.allclose.default,
-    _aten.nonzero.default,
-    _aten.masked_select.default,
-    _aten._unique2.default,
-    _aten.unique_dim.default,
-    _aten.unique_consecutive.default,
-    _aten.repeat_interleave.Tensor,
-    _aten.bincount.default,
-}
-"""Operators whose result, or the shape of it, the host has to know."""
-_READS_LENGTHS = _aten._pack_padded_sequence.default
-_NO_BACKWARD = {"glu", "logit", "_cdist_forward", "_pdist_forward", "multilabel_margin_loss"}
-"""Names of operators that torch_xla has, but not those of their backward."""
-_COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
-_MASKED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
-_KEYS = [
-    getattr(torch._C.DispatchKey, name)
-    for name in ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-]
-_HARMLESS = {_aten.detach.default, _aten.alias.default}
-
-
-def may_read(func: Any) -> bool:
-    """Whether an operator may need values on the host, depending on its arguments."""
-    is_known = func in _READS or func in _COPIES or func in _MASKED
-    return is_known or _is_missing(func) or _lacks_backward(func)
-
-
-def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse an operator inside a region if XLA would end the process for it.
-
-    Raises:
-        StateError: The operator takes a tensor of the region to the host.
-        ShardedTensorError: The operator reads a sharded parameter.
-    """
-    if func in _HARMLESS:
-        return
-    for arg in iter_tensors((args, kwargs), depth=0):
-        if isinstance(arg, HostValues):
-            _refuse_sharded(func, getattr(arg, "base", arg))  # For a view, its base.
-    if any(map(_is_inside, _read_by(func, args, kwargs))):
-        _refuse_read(func)
-
-
-def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors whose values the host would need."""
-    if func in _COPIES:
-        target = kwargs["device"] if "device" in kwargs else args[0].device
-        if target is None or torch.device(target).type == "xla":
-            return []
-    elif func in _MASKED:
-        args = tuple(i for i in args[1] if i is not None and i.dtype in {torch.bool, torch.uint8})
-    elif func not in _READS and not _is_on_host(func):
-        return []
-    return [arg for arg in iter_tensors(args, depth=0) if arg.device.type == "xla"]
-
-
-def _is_on_host(func: Any) -> bool:
-    """Whether the host computes this operator, or would compute its backward."""
-    return _is_missing(func) or (torch.is_grad_enabled() and _lacks_backward(func))
-
-
-@functools.cache
-def _is_missing(func: Any) -> bool:
-    """Whether torch_xla lacks this operator, and lets the host compute it."""
-    is_known = any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
-    return func == _READS_LENGTHS or not is_known
-
-
-@functools.cache
-def _lacks_backward(func: Any) -> bool:
-    """Whether torch_xla lacks the operator that backward runs for this one."""
-    name = func._schema.name.removeprefix("aten::")
-    is_tpu_only = name in {"upsample_nearest2d", "upsample_bilinear2d"}
-    if is_tpu_only and xr.device_type() == "TPU":
-        return False
-    return name in _NO_BACKWARD or "upsample_" in name
-
-
-def _is_inside(tensor: Tensor) -> bool:
-    """Whether a tensor is computed from a rank's data, and not only from tensors from outside."""
-    xm.wait_device_ops()  # Results that a run has not delivered yet would crash the next line.
-    graph = torch_xla._XLAC._get_xla_tensors_hlo([tensor])
-    return _ENTERS in graph
-
-
-_local = threading.local()
-_kept: list[object] = []
-"""What torch forgets if nobody keeps it."""
-
-
-@contextlib.contextmanager
-def described() -> Iterator[None]:
-    """Print tensors of a region without values, which do not exist yet."""
-    before = getattr(_local, "is_inside", False)
-    _local.is_inside = True
-    try:
-        yield
-    finally:
-        _local.is_inside = before
-
-
-@functools.cache
-def install_refusals() -> None:
-    """Catch what dispatch modes do not see, while `described`.
-
-    That is printing, which removes them, and torch_xla's way of letting the host compute an
-    operator, which may depend on the operator's options (`addmm` with a `beta`).
-    """
-    cls: Any = Tensor
-    for name in ("__repr__", "__format__"):
-        setattr(cls, name, _describing(getattr(cls, name)))
-    library = torch.library.Library("aten", "IMPL")
-    as_usual: Any = torch.library.get_kernel("aten::_to_cpu", "XLA")
-
-    def to_cpu(keys: Any, tensors: list[Tensor]) -> Any:
-        if getattr(_local, "is_inside", False) and any(map(_is_inside, tensors)):
-            _refuse_missing("an operator")
-        return as_usual.call_boxed(keys, tensors)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that another kernel is there.
-        library.impl("_to_cpu", to_cpu, "XLA", with_keyset=True)
-    _kept.append(library)
-
-
-def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(as_usual)
-    def describe(tensor: Tensor, *args: Any, **options: Any) -> str:
-        may_be_inside = getattr(_local, "is_inside", False) and tensor.device.type == "xla"
-        if may_be_inside and _is_inside(tensor):
-            return (
-                f"<a rank's tensor inside of a forward, of shape {tuple(tensor.shape)}, "
-                f"{tensor.dtype}; values after it only>"
-            )
-        return as_usual(tensor, *args, **options)
-
-    return describe
-
-
-def _refuse_read(func: Any) -> NoReturn:
-    if func not in _READS and _is_on_host(func):
-        _refuse_missing(str(func))
-    msg = (
-        f"{func} inside a forward takes a tensor's values to the host (item(), print, cpu(), "
-        f"an `if` or a mask by values). There it has other values on every rank, and none yet: "
-        f"the forward is traced, and runs later. Return the tensor from the model and read it "
-        f"outside; for a choice by values use torch.where."
-    )
-    raise StateError(msg)
-
-
-def _refuse_missing(what: str) -> NoReturn:
-    msg = (
-        f"{what} inside a forward: torch_xla does not have this operator, or its backward, or not "
-        f"with these options, and would compute it on the host. There its operands have no values "
-        f"yet: the forward is traced, and runs later. Compute the same by other operators, or "
-        f"outside of the model."
-    )
-    raise StateError(msg)
-
-
-def _refuse_sharded(func: Any, tensor: Any) -> NoReturn:
-    msg = (
-        f"{func} on sharded {tensor.spec.name!r} of shape {tuple(tensor.shape)} inside the forward "
-        f"of another module: it is not gathered there. Shard both modules in one group, or call "
-        f"unshard() on the module that has it before the forward."
-    )
-    raise ShardedTensorError(msg)
-
-
 # --- random numbers -------------------------------------------------------------------------------
 
+_aten = torch.ops.aten
 _FRACTION_BITS = {torch.bfloat16: 8, torch.float16: 11}
 """Random bits that a dtype holds. With more bits rounding could give 1.0, which no draw returns."""
 _MOST_BITS = 24
@@ -284,7 +103,7 @@ class DrawApart(TorchDispatchMode):
     def __enter__(self) -> Self:
         """Enter this context and that of printing, which removes dispatch modes."""
         if not self._may_read:
-            self._contexts.enter_context(described())
+            self._contexts.enter_context(host_reads.described())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -306,14 +125,14 @@ class DrawApart(TorchDispatchMode):
         if _is_plain(func) and "device" not in kwargs and not is_sharded:
             return func(*args, **kwargs)  # By far the most operators.
         if not self._may_read:
-            check(func, args, kwargs)
+            host_reads.check(func, args, kwargs)
         on_xla = any(arg.device.type == "xla" for arg in iter_tensors((args, kwargs), depth=0))
         wants_xla = on_xla or torch.device(kwargs.get("device") or "cpu").type == "xla"
         if _is_random(func) and wants_xla and not _has_generator(args, kwargs):
             draw = _DRAWS.get(func) or _refuse(func)
             result = draw(self, *args, **kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = operators.put_right(func, args, kwargs, is_spmd=not self._may_read)
         # Operators without XLA tensors among their arguments come here before views are tracked.
         return result if on_xla else map_tensors(torch_tensors.track_views, result)
 
@@ -562,5 +381,6 @@ def _refuse(func: Any) -> NoReturn:
 
 @functools.cache
 def _is_plain(func: Any) -> bool:
-    """Whether an operator does not draw, and the host needs no values for it."""
-    return not _is_random(func) and not may_read(func)
+    """Whether an operator runs as it is, and the host needs no values for it."""
+    is_changed = _is_random(func) or operators.is_put_right(func)
+    return not is_changed and not host_reads.may_read(func)

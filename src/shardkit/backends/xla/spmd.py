@@ -13,7 +13,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
-from shardkit.backends.xla import random_numbers
+from shardkit.backends.xla import host_reads, operators
 from shardkit.backends.xla.backend import XlaBackend
 from shardkit.backends.xla.random_numbers import DrawApart, GraphOrder, draw_seeds
 
@@ -29,6 +29,8 @@ _XLAC: Any = torch_xla._XLAC
 _REPLICATE, _SHARD = "replicate", "shard"
 _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
 """First number of a collective; the numbers of buckets are two apart."""
+_MOST_DIMS = 5
+"""Dims of the largest tensor whose parts torch_xla describes rightly."""
 
 
 class SpmdRegion(GraphOrder):
@@ -38,7 +40,7 @@ class SpmdRegion(GraphOrder):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        random_numbers.install_refusals()
+        host_reads.install_refusals()
         names = (_SHARD,) if len(shape) == 1 else (_REPLICATE, _SHARD)
         self.num_ranks = math.prod(shape)
         self.device: torch.device = torch_xla.device()
@@ -56,6 +58,9 @@ class SpmdRegion(GraphOrder):
         """Return a rank's part of a tensor whose dim 0 is split over mesh axes; None: all of it."""
         if axes is None and tensor.ndim == 0:
             return self.enter(tensor.reshape(1), None).reshape(())
+        if tensor.ndim > _MOST_DIMS:
+            flat = self.enter(tensor.flatten(1), axes)
+            return flat.view(len(flat), *tensor.shape[1:])
         # A clone, since the tensor is annotated in place; and not marked, as by torch_xla's
         # `enable_manual_sharding`, which takes what is whole on the devices to the host and back
         # (and looks for JAX on the disk, every time).
@@ -66,6 +71,10 @@ class SpmdRegion(GraphOrder):
 
     def leave(self, tensor: Tensor, axes: Any, num_parts: int) -> Tensor:
         """Return the whole of which `tensor` is a rank's part."""
+        if tensor.ndim > _MOST_DIMS:
+            flat = self.leave(tensor.flatten(1), axes, num_parts)
+            return flat.view(len(flat), *tensor.shape[1:])
+        tensor = operators.as_declared(tensor)
         shape = torch.Size((tensor.shape[0] * num_parts, *tensor.shape[1:]) if tensor.ndim else ())
         local = tensor.detach()
         _XLAC._mark_manual_sharding(local, self._manual)
