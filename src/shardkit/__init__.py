@@ -1,5 +1,8 @@
 """Sharded data-parallel training in PyTorch: FSDP2's API on CPU, accelerators and XLA."""
 
+import importlib
+import typing
+
 from shardkit._errors import (
     CheckpointError,
     ConfigError,
@@ -61,6 +64,20 @@ from shardkit.backends import init_device_mesh
 from shardkit.config import Config, from_config
 from shardkit.planning import RunPlan, plan
 from shardkit.tracing import Recording, record
+
+if typing.TYPE_CHECKING:
+    from shardkit import checkpoint as checkpoint
+    from shardkit import compression as compression
+    from shardkit import optim as optim
+else:
+
+    def __getattr__(name: str) -> typing.Any:
+        """Import a part of shardkit at its first use: ``import shardkit`` alone is faster."""
+        if name not in ("checkpoint", "compression", "optim"):
+            msg = f"module 'shardkit' has no attribute {name!r}"
+            raise AttributeError(msg)
+        return importlib.import_module(f"shardkit.{name}")
+
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 import shardkit
 from shardkit._doctor.command import doctor_command
 from shardkit._errors import ShardkitError, StateError
-from shardkit._text import console_of_tables, shown_nbytes, table_of
+from shardkit._text import console_of_tables, counted, shown_nbytes, table_of
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds
@@ -50,7 +50,8 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
     running = [run for run in runs.running() if pid in (None, run.pid)]
     if running:
         run = running[0]
-        title = f"Run {run.name}: {run.world_size} ranks, store on {run.host}:{run.port}."
+        ranks = counted(run.world_size, "ranks")
+        title = f"Run {run.name}: {ranks}, store on {run.host}:{run.port}."
         try:
             store = runs.connect(run.name, run.host, run.port, limit_s=_CONNECT_S)
             rounds = Rounds(store, run.world_size, _ASKER)
@@ -230,9 +231,9 @@ def inspect_command(
     facts = [
         found.kind,
         f"step {found.step}" if found.step is not None else "",
-        f"{found.world_size} ranks" if found.world_size is not None else "",
-        f"{len(found.entries)} tensors, {shown_nbytes(found.nbytes)}",
-        f"{len(found.files)} files, {shown_nbytes(sum(found.files.values()))}",
+        counted(found.world_size, "ranks") if found.world_size is not None else "",
+        f"{counted(len(found.entries), 'tensors')}, {shown_nbytes(found.nbytes)}",
+        f"{counted(len(found.files), 'files')}, {shown_nbytes(sum(found.files.values()))}",
         "checksums" if found.has_checksums else "not all of it has checksums",
     ]
     console.print(Text(f"{source}: " + ", ".join(fact for fact in facts if fact)))

@@ -99,9 +99,10 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
     axis = mesh.backend.axis(mesh.ndim - 1)
     if axis.rank != position:
         msg = (
-            f"this file holds piece {position} of sharded {name!r}, but this process (rank "
+            f"what is read here holds piece {position} of sharded {name!r}, but this process (rank "
             f"{mesh.rank}) is at position {axis.rank} of the shard axis. Load on every rank the "
-            f"file that this rank saved."
+            f"file that this rank saved. To send values to other ranks, send full_tensor(), called "
+            f"on all ranks."
         )
         raise ShardedTensorError(msg)
     if mesh.backend.is_traced:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from shardkit._errors import StateError, WrapError
+from shardkit._errors import ShardkitError, StateError, WrapError
 from shardkit._text import NotOfKindError, flag, seconds
 
 if TYPE_CHECKING:
@@ -53,9 +53,16 @@ class CPUOffloadPolicy(OffloadPolicy):
     Args:
         pin_memory: Whether to keep shards and gradients in page-locked memory, so that copies from
             and to the device overlap with compute.
+
+    Raises:
+        WrapError: `pin_memory` is a text.
     """
 
     pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse a text, such as one from a command line."""
+        refuse_texts(WrapError, pin_memory=self.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,8 @@ class MixedPrecisionPolicy:
             ``None`` or `param_dtype`: in `param_dtype`. It must answer alike on all ranks.
 
     Raises:
-        WrapError: A dtype is not a real floating-point one; shardkit casts to no other.
+        WrapError: A dtype is not a real floating-point one; shardkit casts to no other. Or
+            `cast_forward_inputs` is a text.
     """
 
     param_dtype: torch.dtype | None = None
@@ -105,6 +113,7 @@ class MixedPrecisionPolicy:
                 f"torch.bfloat16, or None for no cast, got {dtype!r}."
             )
             raise WrapError(msg)
+        refuse_texts(WrapError, cast_forward_inputs=self.cast_forward_inputs)
 
     def dtypes_for(
         self, orig_dtype: torch.dtype, grad_dtype: torch.dtype | None
@@ -394,6 +403,14 @@ class RootSettings:
     # Text in front of the memory figures printed at each gather, free and reduction; None: print
     # nothing.
     memory_message: str | None = None
+
+
+def refuse_texts(error: type[ShardkitError], **flags: Any) -> None:
+    """Raise an error if a flag is a text, such as ``"no"``, which Python takes for True."""
+    for name, value in flags.items():
+        if isinstance(value, str):
+            msg = f"{name} must be True or False, got {value!r}."
+            raise error(msg)
 
 
 def as_number(value: Any) -> float:

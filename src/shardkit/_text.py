@@ -80,6 +80,11 @@ def nearest(wanted: str, names: Iterable[str]) -> str:
     return f"The nearest ones are {', '.join(map(repr, found))}." if found else "It has none."
 
 
+def counted(number: object, things: str) -> str:
+    """Return a number of things, such as ``"2 ranks"``, or ``"1 rank"`` for one of them."""
+    return f"{number} {things.removesuffix('s') if str(number) == '1' else things}"
+
+
 def shown_nbytes(nbytes: int) -> str:
     """Return a number of bytes as text, in a suitable unit."""
     value, unit = float(nbytes), 0

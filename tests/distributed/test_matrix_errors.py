@@ -41,7 +41,9 @@ def test_vectors_are_refused_as_torch_refuses_them() -> None:
     ("given", "options", "message"),
     [
         (torch.optim.Muon, {"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
-        (torch.optim.Muon, {"batch_bytes": 0}, "batch_bytes must be at least 1, got 0"),
+        (torch.optim.Muon, {"batch_bytes": 0}, r"batch_bytes must be a number of bytes .*, got 0"),
+        (torch.optim.Muon, {"batch_bytes": "16 moons"}, "got '16 moons'. The default is 16777216"),
+        (torch.optim.Muon, {"cost": 3}, "cost must be a function of a shape, .* got 3"),
         (torch.nn.Linear, {}, "optimizer_class must be a class of optimizers"),
     ],
 )
@@ -73,7 +75,9 @@ def step_what_differs(how: str) -> None:
     if how == "number" and is_odd:
         params = params[:2]
     size = 100 if how == "settings" and is_odd else 1000
-    optimizer = MatrixOptimizer(params, torch.optim.Adafactor, batch_bytes=size)
+    wrong: typing.Any = "much"
+    cost = None if how != "cost" else lambda shape: wrong if shape == (6, 2) else 1.0
+    optimizer = MatrixOptimizer(params, torch.optim.Adafactor, batch_bytes=size, cost=cost)
     model(model.draw_slopes(torch.Generator())).backward()
     if how == "gradient" and is_odd:
         model.b.grad = None
@@ -90,6 +94,7 @@ def step_what_differs(how: str) -> None:
         ("number", "OptimizerError", r"Number 3 is\n  rank 0: \('c'.*\n  rank 1: \('owners'"),
         ("settings", "OptimizerError", r"batch_bytes=1000, .*\n  rank 1: .*batch_bytes=100, "),
         ("gradient", "RankMismatchError", r"'b' has no gradient on ranks \[1\], and one on the"),
+        ("cost", "OptimizerError", r"cost returned 'much' for the shape \(6, 2\)\. It must return"),
         ("plain gradient", "OptimizerError", "the gradient of 'b', shape .* is a Tensor that is"),
     ],
 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from reference import make_mesh
-from shardkit import fully_shard, record
+from shardkit import StateError, fully_shard, record
 from shardkit.tracing.exposed import TimeSlice, Waits, seconds_by, slices_of
 from shardkit.tracing.late import late_ranks
 from shardkit.tracing.records import RankRecord, read_folder
@@ -133,3 +133,20 @@ def test_a_rank_that_sleeps_is_found_among_four(
 ) -> None:
     lengths = spawn(train, 4, str(tmp_path), shape, 2, phase)
     check(tmp_path, lengths, 2, phase)
+
+
+def record_into(folder: str) -> str:
+    try:
+        with record(folder=folder):
+            return ""
+    except StateError as error:
+        return str(error)
+
+
+def test_a_file_that_rank_0_cannot_remove_is_an_error_of_all_ranks(
+    spawn: Spawn, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "rank-1.jsonl.gz" / "other").mkdir(parents=True)
+    errors = spawn(record_into, 2, str(tmp_path))
+    assert errors[0] == errors[1]
+    assert "rank-1.jsonl.gz cannot be removed: " in errors[0]

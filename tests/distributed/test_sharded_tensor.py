@@ -349,6 +349,22 @@ def test_collectives_of_users_do_not_write_into_sharded_tensors() -> None:
 
 
 @on_ranks(2)
+def test_one_rank_alone_does_not_gather_what_it_sends() -> None:
+    """The others would not take part, and all would wait."""
+    plain, sharded = whole_and_sharded((2,))
+    weight = sharded.matrix.detach()
+    if dist.get_rank() == 0:
+        for target in (weight, weight[0]):
+            for send in (dist.send, dist.isend):
+                with pytest.raises(ShardedTensorError, match=r"'matrix' .*gathering takes all ran"):
+                    send(target, 1)
+    received = torch.empty_like(plain.matrix)
+    whole = weight.full_tensor()
+    dist.send(whole, 1) if dist.get_rank() == 0 else dist.recv(received, 0)
+    assert dist.get_rank() == 0 or torch.equal(received, plain.matrix)
+
+
+@on_ranks(2)
 def test_copies_are_independent_and_detached_tensors_share_memory() -> None:
     plain, sharded = whole_and_sharded((2,))
     original = sharded.matrix

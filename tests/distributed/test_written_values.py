@@ -608,7 +608,7 @@ def act_alone(what: str, mesh_shape: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("a step", r"AdamW took 1 steps on position 0 .*, and 0 on position 1.*call step\(\)"),
+        ("a step", r"AdamW took 1 step on position 0 .*, and 0 on position 1.*call step\(\)"),
         ("another rate", r"'0\.down\.bias'.* lr=0\.02,.* position 0 .* lr=0\.01,.* position 1"),
     ],
 )

@@ -49,6 +49,18 @@ def test_nothing_else_looks_public() -> None:
     assert names == set(shardkit.__all__)
 
 
+def test_parts_are_imported_when_they_are_used() -> None:
+    """Messages and pages name `shardkit.checkpoint`, and ``import shardkit`` stands above."""
+    code = (
+        "import sys, shardkit\n"
+        "names = 'checkpoint', 'compression', 'optim'\n"
+        "assert not any(f'shardkit.{name}' in sys.modules for name in names)\n"
+        "assert shardkit.checkpoint.save and shardkit.compression.PowerSGD\n"
+        "assert shardkit.optim.LocalOptimizer and not hasattr(shardkit, 'other')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_version_is_a_release_number() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", shardkit.__version__)
 

@@ -14,6 +14,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed as dist  # noqa: TID251 - for the ranks of a pipeline
+
 from shardkit._compat.once import once
 from shardkit._errors import StateError
 
@@ -252,3 +254,13 @@ def is_called_by_pipeline(frame: types.FrameType | None) -> bool:
     caller = frame.f_back if frame is not None else None
     schedules = "torch.distributed.pipelining.schedules"
     return caller is not None and caller.f_globals.get("__name__") == schedules
+
+
+def ranks_of_pipeline(frame: types.FrameType | None) -> list[int]:
+    """Return the ranks of the pipeline of torch that runs a stage above `frame`, if one does."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage":
+            stage = frame.f_locals.get("self")
+            return dist.get_process_group_ranks(getattr(stage, "group", None))
+        frame = frame.f_back
+    return []

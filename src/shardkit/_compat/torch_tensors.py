@@ -294,6 +294,12 @@ def is_collective(func: Any) -> bool:
 
 
 @functools.cache
+def is_send(func: Any) -> bool:
+    """Whether an operator sends tensors to one rank, and the other ranks do not call it."""
+    return func.name() in ("c10d::send", "_c10d_functional::isend")
+
+
+@functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, ...], tuple[str, ...]]:
     """Return the arguments that an operator changes, and those that it only fills.
 

@@ -16,14 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from shardkit._compat import torch_fsdp2, torch_modules
 from shardkit._errors import StateError
-from shardkit._module.hooks import ModuleState, get_state, groups_in, state_of
+from shardkit._module.hooks import ModuleState, get_state, groups_in, refuse_export, state_of
 from shardkit._module.on_meta import NotedConversion
 from shardkit._module.optimizers import note_copies, watch_optimizers
 from shardkit._params.bucket import settled
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.backward import check_gradients
 from shardkit._runtime.group import refuse_summoned
-from shardkit._settings import BackwardPrefetch, RootSettings, as_number
+from shardkit._settings import BackwardPrefetch, RootSettings, as_number, refuse_texts
 from shardkit._tensor.ops import total_norm
 from shardkit._tensor.sharded import ShardedTensor
 
@@ -132,7 +132,11 @@ class GradientReductionHandle:
 
 
 class FSDPModule(_Base):
-    """Methods of a module that `fully_shard` has sharded."""
+    """Methods of a module that `fully_shard` has sharded.
+
+    A setter that takes True or False raises a `StateError` if it is given a text, such as ``"no"``,
+    which Python takes for True.
+    """
 
     _own_class: ClassVar[type[Any]]
 
@@ -206,6 +210,10 @@ class FSDPModule(_Base):
         attributes = state.without_own_hooks(dict(module.__getstate__()))
         written = attributes, state.group, state.policy, dataclasses.asdict(state.settings)
         return new_module, (own_class(self),), written, None, None, _restore
+
+    def __prepare_scriptable__(self) -> None:
+        """Refuse `torch.jit.script`, which asks a module for one that it can compile."""
+        refuse_export()
 
     @torch_modules.untraced
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -450,13 +458,8 @@ class FSDPModule(_Base):
         Args:
             requires_gradient_sync: The flag.
             recurse: Whether to set the flag on the sharded modules inside, too.
-
-        Raises:
-            StateError: The flag is a text, such as ``"no"``, which Python takes for True.
         """
-        if isinstance(requires_gradient_sync, str):
-            msg = f"requires_gradient_sync must be True or False, got {requires_gradient_sync!r}."
-            raise StateError(msg)
+        refuse_texts(StateError, requires_gradient_sync=requires_gradient_sync)
         runtime = state_of(self).runtime
         if runtime is not None and runtime.schedule.lends:
             runtime.backward.take_left()
@@ -493,6 +496,7 @@ class FSDPModule(_Base):
         1/N of the size. The first backward with True, or after `set_requires_gradient_sync(True)`,
         sets ``.grad``.
         """
+        refuse_texts(StateError, requires_all_reduce=requires_all_reduce)
         for group in groups_in(self, recurse=recurse):
             group.settings.all_reduce = requires_all_reduce
 
@@ -503,6 +507,7 @@ class FSDPModule(_Base):
         micro-batch overlaps with them. After the last one ``.grad`` is complete, and ranks have
         been compared.
         """
+        refuse_texts(StateError, is_last_backward=is_last_backward)
         for group in groups_in(self, recurse=True):
             group.settings.is_last_backward = is_last_backward
 
@@ -516,6 +521,7 @@ class FSDPModule(_Base):
             StateError: The module is inside of another sharded one, a backward runs, or one has
                 ended that was not finalized.
         """
+        refuse_texts(StateError, enabled=enabled)
         settings = settings_of_root(self)
         if enabled == settings.finalizes_by_hand:
             return  # Pipelines of torch call it in each forward.
@@ -587,6 +593,7 @@ class FSDPModule(_Base):
         False saves the all-gather of the next forward if no optimizer step comes before it. It
         costs the memory of the unsharded parameters. Shards that changed are gathered again.
         """
+        refuse_texts(StateError, reshard_after_backward=reshard_after_backward)
         for group in groups_in(self, recurse=recurse):
             group.settings.reshard_after_backward = reshard_after_backward
         _update_options(self)
@@ -597,6 +604,7 @@ class FSDPModule(_Base):
         Set it to False only where no backward reads the parameters, as in an ``nn.Embedding``. A
         backward that reads them would read freed memory. Not recursive.
         """
+        refuse_texts(StateError, unshard_in_backward=unshard_in_backward)
         for group in groups_in(self, recurse=False):
             group.settings.unshard_in_backward = unshard_in_backward
         _update_options(self)
@@ -612,6 +620,7 @@ class FSDPModule(_Base):
         it, and `memory_stats` does not count what is kept. After ``keep=False`` the memory is freed
         when the parameters are resharded next. On XLA devices it changes nothing.
         """
+        refuse_texts(StateError, keep=keep)
         for group in groups_in(self, recurse=recurse):
             group.set_keep_unsharded_storage(keep)
 
@@ -626,6 +635,7 @@ class FSDPModule(_Base):
                 one's gradients are computed (most overlap); ``"post"``: after that (less memory);
                 ``"none"``: when the next module is entered.
         """
+        refuse_texts(StateError, forward=forward)
         state = state_of(self)
         try:
             when = BackwardPrefetch(backward)
@@ -693,6 +703,7 @@ class FSDPModule(_Base):
         Otherwise NCCL itself divides by the number of ranks. On the CPU and on XLA reductions are
         always sums. The setting applies to all modules in this one as well.
         """
+        refuse_texts(StateError, enable=enable)
         for group in groups_in(self, recurse=True):
             group.settings.comm.force_sum = enable
 
@@ -705,6 +716,7 @@ class FSDPModule(_Base):
         saves the reduction of groups that NO rank uses. If ranks then use different groups, their
         collectives do not match, and they get an error.
         """
+        refuse_texts(StateError, reduce_scatter_unused_params=reduce_scatter_unused_params)
         for group in groups_in(self, recurse=recurse):
             group.settings.reduce_unused = reduce_scatter_unused_params
 
@@ -822,6 +834,7 @@ class FSDPModule(_Base):
         Raises:
             StateError: The module has an all-gather or reduce-scatter of the user's.
         """
+        refuse_texts(StateError, enable=enable)
         for group in groups_in(self, recurse=False):
             comm = group.settings.comm
             if enable and (comm.all_gather is not None or comm.reduce_scatter is not None):
@@ -891,6 +904,7 @@ class FSDPModule(_Base):
 
         Cost: one more process group (communicator) per mesh axis.
         """
+        refuse_texts(StateError, enable=enable)
         for group in groups_in(self, recurse=recurse):
             group.settings.separate_reduce = enable
         _update_options(self)
@@ -942,6 +956,7 @@ class FSDPModule(_Base):
         Raises:
             StateError: The first forward has run, and this module was not its root.
         """
+        refuse_texts(StateError, forward=forward, backward=backward)
         settings = settings_of_root(self)
         settings.barrier_in_forward, settings.barrier_in_backward = forward, backward
 
@@ -955,6 +970,7 @@ class FSDPModule(_Base):
         Raises:
             StateError: The first forward has run, and this module was not its root.
         """
+        refuse_texts(StateError, enable=enable)
         settings_of_root(self).sync_on_finalization = enable
 
     # --- debugging ---
@@ -985,6 +1001,7 @@ class FSDPModule(_Base):
         Raises:
             StateError: The first forward has run, and this module was not its root.
         """
+        refuse_texts(StateError, dummy_gathers=dummy_gathers, dummy_reductions=dummy_reductions)
         settings = settings_of_root(self)
         settings.dummy_gathers, settings.dummy_reductions = dummy_gathers, dummy_reductions
         settings.memory_message = print_memory

@@ -23,6 +23,7 @@ from shardkit._params.subclass_store import refuse_hooks_of_piece
 from shardkit._runtime.group import STATE_ATTRIBUTE, refuse_summoned
 from shardkit._runtime.runtime import Runtime
 from shardkit._settings import RootSettings
+from shardkit._text import counted, listed
 from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors, put_back
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class ModuleState:
         if not groups:
             return None
         refuse_summoned(groups, "a forward, or unshard(), was called")
+        _refuse_mesh_of_pipeline(groups)
         self._refuse_inner_choices(states)
         awaited = self._gone_and_awaited(groups)
         entered = []
@@ -256,7 +258,7 @@ class ModuleState:
         if (self.runtime is None or self.runtime.pass_root is None) and (
             torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         ):
-            _refuse_export()
+            refuse_export()
         runtime = self.runtime or self.make_runtime()
         policy = self.policy
         is_recompute = runtime is not None and torch_autograd.in_backward()
@@ -436,6 +438,21 @@ class ModuleState:
         return self.post_forward(self.module, args, output)
 
 
+def _refuse_mesh_of_pipeline(groups: Sequence[ParamGroup]) -> None:
+    """Refuse a stage of a pipeline whose mesh has ranks of other stages, which never run it."""
+    stages = torch_fsdp2.ranks_of_pipeline(sys._getframe())  # noqa: SLF001 - documented for this use
+    for group in groups:
+        both = sorted({*stages} & {*group.mesh.ranks})
+        if len(both) > 1:
+            msg = (
+                f"{group.name!r} runs in a stage of a pipeline, and it is sharded over ranks "
+                f"{listed(group.mesh.ranks)}; of these, {listed(both)} run different stages, and "
+                f"would wait for each other. Pass fully_shard a mesh without the pipeline's axis, "
+                f"such as mesh['dp']."
+            )
+            raise StateError(msg)
+
+
 def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     """Log what is sharded, how, and its peak memory, when the first forward of a root begins."""
     if not _logger.isEnabledFor(logging.INFO):
@@ -459,13 +476,13 @@ def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
         return ", ".join(dict.fromkeys(str(getattr(plan, name))[6:] for plan in plans))
 
     _logger.info(
-        "%s: %d groups of %.1f million parameters, %.1f MiB; %.1f MiB are on this rank. The mesh "
+        "%s: %s of %.1f million parameters, %.1f MiB; %.1f MiB are on this rank. The mesh "
         "of %s ranks is %s. The largest group (%s) takes %.1f MiB while it is unsharded. Computed "
         "in %s, reduced in %s. Expected at the peak of a step: %.1f MiB of parameters and "
         "gradients, %.1f MiB unsharded; the optimizer's state, activations and buffers of "
         "collectives come on top, and shardkit.plan counts them.",
         type(root).__name__.removeprefix("FSDP"),
-        len(groups),
+        counted(len(groups), "groups"),
         sum(numels) / 1e6,
         nbytes / _MIB,
         sum(bucket.store.shard_nbytes for bucket in buckets) / _MIB,
@@ -558,7 +575,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _refuse_export() -> None:
+def refuse_export() -> None:
     msg = (
         "a sharded model cannot be exported or traced, because it gathers its parameters while it "
         "runs. Export a plain model: make one, and load the file that "

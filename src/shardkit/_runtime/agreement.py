@@ -25,7 +25,7 @@ from shardkit._runtime.group import unwritten
 from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint, num_noted
-from shardkit._text import listed
+from shardkit._text import counted, listed
 from shardkit.backends.base import first_of_all
 from shardkit.backends.watch.watchdog import at_end, current_watchdog
 
@@ -196,9 +196,9 @@ def first_difference(of_ranks: Sequence[TakenActions]) -> str | None:
             if here is None or there is None or here.kind != there.kind or counts[0] != counts[1]:
                 return (
                     f"optimizers differ between ranks: since ranks last compared its settings, "
-                    f"{kind} took {counts[0]} steps on position 0 of the process group, and "
-                    f"{counts[1]} on position {rank}. Each rank updates its own pieces: take as "
-                    f"many micro-batches, and call step() as often, on every rank."
+                    f"{kind} took {counted(counts[0], 'steps')} on position 0 of the process "
+                    f"group, and {counts[1]} on position {rank}. Each rank updates its own pieces: "
+                    f"take as many micro-batches, and call step() as often, on every rank."
                 )
             for (name, a, _), (_, b, _) in zip(here.settings, there.settings, strict=False):
                 if a != b:

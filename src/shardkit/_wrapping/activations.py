@@ -68,18 +68,7 @@ def checkpoint_activations(
     Source: Chen et al., arXiv:1604.06174; by operators: Korthikanti et al., arXiv:2205.05198.
     """
     saved = SavedOperators.of(operators)
-    if type(every) is not int or every < 1:
-        msg = f"every must be an int of at least 1, got {every!r}. 2 chooses half of the modules."
-        raise StateError(msg)
-    if classes is not None and policy is not None:
-        msg = "give classes or policy, not both: a policy may look at the classes itself."
-        raise StateError(msg)
-    if policy is not None and word_of(policy) in ("balanced", "no_wrap"):
-        msg = (
-            f"policy={policy!r} chooses groups to shard, not modules to run again. Leave policy "
-            f"out to choose the repeated blocks."
-        )
-        raise StateError(msg)
+    _check_arguments(model, every, classes, policy)
     if classes is None:
         wanted = [] if policy is None else [policy]
     else:
@@ -112,6 +101,27 @@ def checkpoint_activations(
     for name in chosen:
         checkpoint_module(tree.modules[name], operators=saved)
     return chosen
+
+
+def _check_arguments(model: Any, every: Any, classes: Any, policy: Any) -> None:
+    if not isinstance(model, nn.Module):
+        msg = (
+            f"checkpoint_activations takes a module first, got {model!r}. Names of classes follow "
+            f"it: checkpoint_activations(model, classes=...)."
+        )
+        raise StateError(msg)
+    if type(every) is not int or every < 1:
+        msg = f"every must be an int of at least 1, got {every!r}. 2 chooses half of the modules."
+        raise StateError(msg)
+    if classes is not None and policy is not None:
+        msg = "give classes or policy, not both: a policy may look at the classes itself."
+        raise StateError(msg)
+    if policy is not None and word_of(policy) in ("balanced", "no_wrap"):
+        msg = (
+            f"policy={policy!r} chooses groups to shard, not modules to run again. Leave policy "
+            f"out to choose the repeated blocks."
+        )
+        raise StateError(msg)
 
 
 class _CalledModules(ModuleTree):

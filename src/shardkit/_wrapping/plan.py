@@ -24,7 +24,7 @@ from shardkit._module.placements import place_params
 from shardkit._params.make import plan_buckets
 from shardkit._schedule import Op, UnshardSchedule
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardkit._text import shown_nbytes
+from shardkit._text import counted, shown_nbytes
 from shardkit.backends.base import Backend
 
 if TYPE_CHECKING:
@@ -190,9 +190,10 @@ class PlannedTraffic:
     def __str__(self) -> str:
         """Return the traffic in words."""
         return (
-            f"{self.all_gathers} all-gathers, {shown_nbytes(self.gathered_nbytes)}; "
-            f"{self.reduce_scatters} reduce-scatters, {shown_nbytes(self.reduced_nbytes)}; "
-            f"{self.all_reduces} all-reduces, {shown_nbytes(self.all_reduced_nbytes)}"
+            f"{counted(self.all_gathers, 'all-gathers')}, {shown_nbytes(self.gathered_nbytes)}; "
+            f"{counted(self.reduce_scatters, 'reduce-scatters')}, "
+            f"{shown_nbytes(self.reduced_nbytes)}; "
+            f"{counted(self.all_reduces, 'all-reduces')}, {shown_nbytes(self.all_reduced_nbytes)}"
         )
 
 
@@ -740,14 +741,15 @@ class ShardPlan:
     def __repr__(self) -> str:
         """Return one line of text."""
         state = "applied" if self.is_applied else "not applied"
-        return f"<ShardPlan of {len(self.groups)} groups on {self.mesh_shape} ranks, {state}>"
+        groups = counted(len(self.groups), "groups")
+        return f"<ShardPlan of {groups} on {self.mesh_shape} ranks, {state}>"
 
     def __str__(self) -> str:
         """Return the table of groups, the memory, and the collectives of a step."""
         memory, step = self.memory, self.traffic()
         ranks = " x ".join(map(str, self.mesh_shape))
         name = f", strategy {self.strategy.name}" if self.strategy is not None else ""
-        lines = [f"{len(self.groups)} groups on {ranks} ranks{name}"]
+        lines = [f"{counted(len(self.groups), 'groups')} on {counted(ranks, 'ranks')}{name}"]
         lines += [*shared_arguments(self.groups), ""]
         lines += table(self.groups, self.traffic_of_groups())
         if self.without_group:

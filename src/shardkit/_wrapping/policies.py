@@ -677,6 +677,14 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
 
     A name that matches several patterns takes the arguments of the last one.
     """
+    given: Any = wanted
+    if isinstance(given, nn.Module) or not isinstance(given, Collection):
+        shown = f"a {type(given).__name__}" if isinstance(given, nn.Module) else repr(given)
+        msg = (
+            f"units must be names of modules in a list, such as ['head'], or a mapping from them "
+            f"to arguments of fully_shard, got {shown}. Classes of modules are a policy."
+        )
+        raise WrapError(msg)
     chosen: Choice = {}
     pairs = wanted.items() if isinstance(wanted, Mapping) else ((key, {}) for key in wanted)
     for key, value in pairs:

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit._errors import MeshError, WrapError
+from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._mesh import SHARD_AXIS
 from shardkit._text import nearest
 
@@ -95,8 +95,12 @@ class Strategy:
         """Call the setters of the strategy on the sharded root, and return the root.
 
         `auto_shard` does this. After `fully_shard` by hand, call it once.
+
+        Raises:
+            StateError: The model is not sharded.
         """
         if not self.reshard_after_backward:
+            _refuse_plain(model, "prepare")
             model.set_reshard_after_backward(False)
         return model
 
@@ -104,8 +108,12 @@ class Strategy:
         """Set whether the micro-batch that begins is the last of its step. Call it on the root.
 
         Without this call every backward reduces, which is correct but costs a reduction each.
+
+        Raises:
+            StateError: The model is not sharded, or `is_last` is a text.
         """
         if not self.reduces_each_micro_batch:
+            _refuse_plain(model, "begin_micro_batch")
             model.set_requires_gradient_sync(is_last)
 
     # --- meshes ---
@@ -165,6 +173,16 @@ class Strategy:
     def mesh_dim_names(self) -> tuple[str, ...]:
         """Names for the axes of its mesh."""
         return (REPLICATE_AXIS, SHARD_AXIS)[-self.mesh_ndim :]
+
+
+def _refuse_plain(model: Any, method: str) -> None:
+    """Refuse a model without the setters of a sharded one; a compiled one has them, too."""
+    if not hasattr(model, "set_requires_gradient_sync"):
+        msg = (
+            f"{method} takes the sharded root, got a {type(model).__name__} that is not sharded. "
+            f"Call auto_shard or fully_shard on it first."
+        )
+        raise StateError(msg)
 
 
 STRATEGIES = (

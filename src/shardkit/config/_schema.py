@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -311,6 +312,10 @@ class Settings:
     notes: tuple[str, ...] = ()  # Fields without effect, and the reasons.
 
 
+class _RefusedError(Exception):
+    """The value of a field was refused, so nothing is known of what it means."""
+
+
 class Found:
     """Fields of a config with their interpreted values, and all complaints."""
 
@@ -319,11 +324,14 @@ class Found:
         self.complaints: list[tuple[SourceLine, str]] = []
         self._values: dict[str, Any] = {}
         self._entries: dict[str, Setting] = {}
+        self._refused: set[str] = set()
         for name in SECTIONS:
             self._take(name)
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value of a field, by its whole name; else `default`, or its own default."""
+        if name in self._refused:
+            raise _RefusedError
         return self._values.get(name, _FIELDS[name].default if default is None else default)
 
     def has_fields(self, section: str) -> bool:
@@ -335,6 +343,7 @@ class Found:
         """Note that the value of a field is not of its kind."""
         entry = self._entries[name]
         self.complaints.append((entry.place, error.sentence(name, plain(entry.value))))
+        self._refused.add(name)
 
     def check(self) -> None:
         """Raise all complaints at once, sorted by line."""
@@ -503,15 +512,15 @@ def _is_synced(found: Found, parallelism: Parallelism | None) -> bool:
 
 
 def contradictions(found: Found) -> Iterator[str]:
-    """Yield a sentence for each contradiction, which begins with the name of the wrong field."""
-    yield from _check_type(found)
-    yield from _check_processes(found)
-    if is_fsdp_type(found):
-        is_version_1 = found.value("fsdp_version") == "1"
-        yield from _check_version_1(found) if is_version_1 else _check_version_2(found)
-        yield from _check_wrapping(found)
-        yield from _check_sync(found)
-        yield from _check_parallelism(found)
+    """Yield a sentence for each contradiction, which begins with the name of the wrong field.
+
+    A check ends at a field whose value was refused.
+    """
+    of_fsdp = (_check_version, _check_wrapping, _check_sync, _check_parallelism)
+    for check in (_check_type, _check_processes, *of_fsdp):
+        with contextlib.suppress(_RefusedError):
+            if check not in of_fsdp or is_fsdp_type(found):
+                yield from check(found)
 
 
 def _check_type(found: Found) -> Iterator[str]:
@@ -559,6 +568,11 @@ def _check_processes(found: Found) -> Iterator[str]:
             f"machine_rank is {rank}, but num_machines is {machines}: the ranks of machines are 0 "
             f"to {machines - 1}."
         )
+
+
+def _check_version(found: Found) -> Iterator[str]:
+    is_version_1 = found.value("fsdp_version") == "1"
+    yield from _check_version_1(found) if is_version_1 else _check_version_2(found)
 
 
 def _check_version_1(found: Found) -> Iterator[str]:

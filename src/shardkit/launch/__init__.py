@@ -112,6 +112,8 @@ def parser() -> argparse.ArgumentParser:
     for action in result._actions:  # noqa: SLF001 - torch names it training_script
         if action.dest == "training_script":
             action.metavar = "script.py"
+        elif action.dest == "training_script_args":
+            action.required = False  # Otherwise an error about a missing script names it, too.
     result.description = _ABOUT
     result.formatter_class = argparse.RawDescriptionHelpFormatter
     ours = result.add_argument_group("shardkit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from shardkit._compat import torch_autograd
 from shardkit._errors import OptimizerError, RankMismatchError
 from shardkit._params.state_dicts import map_leaves
+from shardkit._settings import as_number
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import Mark, memory_of, writing_only
+from shardkit._text import NotOfKindError, byte_size
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._owners import Gathering, Scattering, make_owner_groups, matrix_cost
@@ -450,7 +453,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         optimizer_class: type[Optimizer],
         *,
         cost: Callable[[tuple[int, ...]], float] | None = None,
-        batch_bytes: int = BATCH_BYTES,
+        batch_bytes: int | str = BATCH_BYTES,
         stacks: bool = False,
         **defaults: Any,
     ) -> None:
@@ -463,7 +466,8 @@ class MatrixOptimizer(DelegatingOptimizer):
                 supports.
             cost: Function that returns the cost of a parameter by its global shape, in any unit;
                 equal on all ranks. None: the multiplications of its Gram matrix.
-            batch_bytes: Approximate number of bytes of gradients that a rank gets at once.
+            batch_bytes: Approximate number of bytes of gradients that a rank gets at once; also
+                as text, such as ``"16MiB"``.
             stacks: Whether parameters of more than two dims are stacks of matrices, such as
                 experts. Then `optimizer_class` steps each matrix separately. The state is shown
                 stacked, so it must have the same form for all matrices of a stack. Stacks without
@@ -472,17 +476,23 @@ class MatrixOptimizer(DelegatingOptimizer):
 
         Raises:
             OptimizerError: `optimizer_class` is no class of optimizers, or is known to compute over
-                all parameters together, or `batch_bytes` is below 1. At the first step: parameters
-                are on XLA devices, ranks have different parameters, or stacks are not sharded.
+                all parameters together, or `cost` or `batch_bytes` is none. At the first step:
+                parameters are on XLA devices, ranks have different parameters, stacks are not
+                sharded, or `cost` returns no number of at least 0.
             Exception: Any error of `optimizer_class` about parameters of these shapes.
         """
-        if batch_bytes < 1:
+        if cost is not None and not callable(cost):
             msg = (
-                f"batch_bytes must be at least 1, got {batch_bytes}. The default is {BATCH_BYTES}."
+                f"cost must be a function of a shape, such as math.prod, got {cost!r}. Leave it "
+                f"out for the multiplications of each Gram matrix."
             )
             raise OptimizerError(msg)
+        try:
+            self._batch_nbytes = byte_size(batch_bytes)
+        except NotOfKindError as error:
+            msg = f"{error.sentence('batch_bytes', batch_bytes)} The default is {BATCH_BYTES}."
+            raise OptimizerError(msg) from None
         self._cost = cost
-        self._batch_nbytes = batch_bytes
         self._stacks = stacks
         super().__init__(params, optimizer_class, defaults)
 
@@ -580,13 +590,26 @@ class MatrixOptimizer(DelegatingOptimizer):
             raise OptimizerError(msg)
         about = f"{self.optimizer_class.__qualname__}, batch_bytes={self._batch_nbytes}"
         about += f", stacks={self._stacks}"
-        groups, loads = make_owner_groups(sharded, self._cost or matrix_cost, about)
+        cost = matrix_cost if self._cost is None else self._checked_cost
+        groups, loads = make_owner_groups(sharded, cost, about)
         self._owned = [OwnedParams(group, stacks=self._stacks) for group in groups]
         for owned in self._owned:  # Some classes make state of the values in their constructor.
             owned.gather_values(range(len(owned.group.params)), self._batch_nbytes)
         self._known = self._described()
         ranks = groups[0].axis.members if groups else ()
         self._loads = dict(zip(ranks, loads, strict=True))
+
+    def _checked_cost(self, shape: tuple[int, ...]) -> float:
+        """Return what the user's function says a parameter costs."""
+        assert self._cost is not None
+        found = self._cost(shape)
+        if not 0 <= as_number(found) < math.inf:
+            msg = (
+                f"cost returned {found!r} for the shape {shape}. It must return a finite number of "
+                f"at least 0."
+            )
+            raise OptimizerError(msg)
+        return float(found)
 
     # --- steps ----------------------------------------------------------------------------------
 

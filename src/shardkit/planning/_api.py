@@ -131,7 +131,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if choose and (hardware is None or shard is not None):
         msg = "choose needs hardware, the name of a profile, and options in the place of shard."
         raise ConfigError(msg)
-    profile = None if hardware is None else read_profile(hardware)
+    profile = None if hardware is None else read_profile(str(hardware))
     if profile is not None:
         profile.check_run(device, size)
     check_kinds(find_params([model], set()))  # Copies need shapes.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardkit._errors import ConfigError
 from shardkit._settings import MixedPrecisionPolicy
 from shardkit._text import nearest
+from shardkit.backends.device import accelerator_type
 from shardkit.config import from_config
 from shardkit.planning._api import plan
 from shardkit.planning._kernels import switch_cache_off
@@ -210,7 +211,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
         str | None,
         typer.Option(
             help="Type of the devices; cpu: ranks of gloo. If not given that of the config, or "
-            "cuda.",
+            "cuda; of --calibrate, that of this machine.",
         ),
     ] = None,
     rank: Annotated[int, typer.Option(help="Whose memory.")] = 0,
@@ -269,7 +270,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
         python -m shardkit launch --nproc-per-node 8 -m shardkit plan --calibrate here.toml
     """
     if calibrate is not None:
-        _calibrate(calibrate, device or "cuda")
+        _calibrate(calibrate, device or accelerator_type() or "cpu")
         return
     made, given = _what(model, batch)
     read = None if config is None else from_config(config)

@@ -149,7 +149,8 @@ def read_profile(name: str) -> HardwareProfile:
         content = path.read_bytes()
     except OSError as error:
         known = ", ".join(profile_names())
-        msg = f"hardware must be one of {known}, or the path of a .toml file, got {name!r}: {error}"
+        why = f": {error.strerror}." if name.endswith(".toml") else "."
+        msg = f"hardware must be one of {known}, or the path of a .toml file, got {name!r}{why}"
         raise ConfigError(msg) from error
     try:
         return _profile_of(tomllib.loads(content.decode("utf-8")))

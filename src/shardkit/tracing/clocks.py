@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import StateError
+from shardkit._settings import watch_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NUM_TRIPS = 12
+_logger = logging.getLogger("shardkit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +72,20 @@ def read_clock(
     """
     best = Clock(now(), error_s=float("inf") if rank else 0.0)
     ranks = range(1, world_size) if rank == 0 else [rank]
-    limit = timedelta(seconds=limit_s)
     for other in ranks:
         for trip in range(_NUM_TRIPS):
             ask, answer = f"{key}/ask/{other}/{trip}", f"{key}/answer/{other}/{trip}"
             if rank == 0:
-                _await(store, ask, limit, f"rank {other} did not call it, or has ended")
+                _await(store, ask, limit_s, f"rank {other} did not call it, or has ended")
                 came = now()
                 store.delete_key(ask)
                 store.set(answer, f"{came!r} {now()!r}")
                 continue
             sent = now()
             store.set(ask, "")
-            _await(store, answer, limit, "rank 0 did not call it, or waits for another rank")
+            # One rank is enough to say that rank 0 is missing.
+            why = "rank 0 did not call it, or waits for another rank"
+            _await(store, answer, limit_s, why, is_logged=rank == 1)
             back = now()
             came, left = map(float, store.get(answer).split())
             store.delete_key(answer)
@@ -92,13 +96,21 @@ def read_clock(
     return best
 
 
-def _await(store: Any, key: str, limit: timedelta, why: str) -> None:
-    try:
-        store.wait([key], limit)
-    except RuntimeError as error:
-        msg = (
-            f"shardkit.record is called by all ranks of the run, and after "
-            f"{limit.total_seconds():.0f} s one is missing: {why}. Call it on every rank, at the "
-            f"same point of the script."
-        )
-        raise StateError(msg) from error
+def _await(store: Any, key: str, limit_s: float, why: str, *, is_logged: bool = True) -> None:
+    """Wait for another rank, and log after some time that it is missing."""
+    waited_s = 0.0
+    for until_s in (min(limit_s, watch_settings.ask_after_s), limit_s):
+        try:
+            store.wait([key], timedelta(seconds=until_s - waited_s))
+        except RuntimeError as error:
+            waited_s = until_s
+            msg = (
+                f"shardkit.record is called by all ranks of the run, and after {until_s:.0f} s one "
+                f"is missing: {why}. Call it on every rank, at the same point of the script."
+            )
+            if until_s == limit_s:
+                raise StateError(msg) from error
+            if is_logged:
+                _logger.warning("%s", msg)
+        else:
+            return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from shardkit._text import console_of_tables, table_of
+from shardkit._text import console_of_tables, counted, table_of
 from shardkit.tracing.late import WINDOW, compared_steps
 from shardkit.tracing.page import PlannedStep, write_page
 from shardkit.tracing.perfetto import write_perfetto
@@ -82,8 +82,8 @@ def _show(trace: Trace) -> None:
 
 def _facts(trace: Trace) -> Iterator[str]:
     yield (
-        f"{len(trace.records)} ranks, {trace.num_steps()} steps, {trace.step_s() * 1e3:.2f} ms a "
-        f"step (median); "
+        f"{counted(len(trace.records), 'ranks')}, {counted(trace.num_steps(), 'steps')}, "
+        f"{trace.step_s() * 1e3:.2f} ms a step (median); "
         f"buffers of shardkit have at most {trace.peak_nbytes() / _MIB:.1f} MiB on a rank"
     )
     if trace.missing:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist  # noqa: TID251 - clocks are compared through its store
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from torch import nn
-
     from shardkit._runtime.group import ParamGroup
 
 _logger = logging.getLogger("shardkit")
@@ -43,6 +42,7 @@ _BEGIN_LIMIT_S, _END_LIMIT_S = 300.0, 60.0
 _MAX_CALLS = 100_000  # Starts and ends; about 15 MB.
 _now = time.perf_counter
 _numbers = itertools.count()
+_FAILED = "!"  # In the place of a name: what follows is the error of rank 0.
 
 
 class Recording:
@@ -123,6 +123,9 @@ def record(
     if isinstance(model, (str, Path)):
         msg = f"shardkit.record takes a model first. Write record(folder={str(model)!r})."
         raise StateError(msg)
+    if model is not None and not isinstance(model, nn.Module):
+        msg = f"shardkit.record: model must be a module, got {model!r}. Leave it out for all."
+        raise StateError(msg)
     if not isinstance(folder, (str, os.PathLike)):
         msg = f"shardkit.record: folder must be a path, got {folder!r}. Leave it out for a default."
         raise StateError(msg)
@@ -136,16 +139,16 @@ def record(
     if target.exists() and not target.is_dir():
         msg = f"shardkit.record: folder must be a directory, or not exist yet; {target} is a file."
         raise StateError(msg)
-    if rank == 0:
-        remove_records(target)  # Before ranks meet, so that no rank has begun.
+    failure = remove_records(target) if rank == 0 else ""  # Before ranks meet and begin to write.
     first = compare(f"{key}/begin", limit_s=_BEGIN_LIMIT_S)
+    run = _name_of_run(store, f"{key}/name", rank, failure)
     groups = _groups_of(model)
     header = RankHeader(
         rank=rank,
         world_size=world_size,
         host=socket.gethostname(),
         device=groups[0].mesh.device_type if groups else "cpu",
-        run=_name_of_run(store, f"{key}/name", rank),
+        run=run,
         axes=axes_of(groups),
         clock=first,
     )
@@ -201,14 +204,21 @@ def _groups_of(model: nn.Module | None) -> list[ParamGroup]:
     return [group for group in groups if not group.mesh.backend.is_dry]
 
 
-def _name_of_run(store: Any, key: str, rank: int) -> str:
-    """Return on all ranks a name that rank 0 has made."""
+def _name_of_run(store: Any, key: str, rank: int, failure: str) -> str:
+    """Return on all ranks a name that rank 0 has made; raise on all of them if rank 0 failed."""
     if rank == 0:
-        name = uuid.uuid4().hex
+        name = f"{_FAILED}{failure}" if failure else uuid.uuid4().hex
         if store is not None:
             store.set(key, name)
-        return name
-    return str(store.get(key).decode())
+    else:
+        name = str(store.get(key).decode())
+    if name.startswith(_FAILED):
+        msg = (
+            f"shardkit.record: {name.removeprefix(_FAILED)}. It is of an earlier record. Name "
+            f"another folder, or remove it."
+        )
+        raise StateError(msg)
+    return name
 
 
 def axes_of(

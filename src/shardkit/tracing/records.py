@@ -130,10 +130,14 @@ class RecordFile:
             file.write(gzip.compress(line, 5))
 
 
-def remove_records(folder: Path) -> None:
-    """Delete the files of an earlier record."""
-    for path in folder.glob("rank-*.jsonl.gz"):
-        path.unlink(missing_ok=True)
+def remove_records(folder: Path) -> str:
+    """Delete the files of an earlier record; return why that failed, or an empty text."""
+    try:
+        for path in folder.glob("rank-*.jsonl.gz"):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        return f"{error.filename} cannot be removed: {error.strerror}"
+    return ""
 
 
 def read_folder(folder: Path) -> list[RankRecord]:

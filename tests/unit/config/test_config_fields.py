@@ -411,7 +411,10 @@ mixed_precison: bf16
 fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: SIZE_BASED_WARP
-  fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_state_dict_type: LOCAL_STATE_DICT
+  fsdp_min_num_params: 1000
+machine_rank: 1
+num_machines: two
 """
 
 
@@ -494,12 +497,13 @@ def test_every_refusal_names_the_field_the_value_and_what_is_allowed(section: st
 
 
 def test_all_errors_of_a_file_come_at_once_with_their_lines(tmp_path: pathlib.Path) -> None:
+    """What a refused field would have meant contradicts nothing."""
     file = tmp_path / "fsdp.yaml"
     file.write_text(FILE)
     with pytest.raises(ConfigError) as caught:
         from_config(file)
     lines = str(caught.value).splitlines()
-    assert [line.removeprefix(str(file))[:3] for line in lines] == [":3:", ":6:", ":7:"]
+    assert [line.removeprefix(str(file))[:3] for line in lines] == [":3:", ":6:", ":7:", ":10"]
     assert "'SIZE_BASED_WRAP'" in lines[1]
 
 

@@ -228,3 +228,9 @@ def test_an_option_of_the_script_before_it_is_answered_with_the_order(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert lines[0].endswith("launch [options] script.py [arguments of the script]")
+
+
+def test_a_script_that_is_missing_is_named_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--nnodes", "1")
+    assert capsys.readouterr().err.endswith("arguments are required: script.py\n")

@@ -6,6 +6,7 @@ import inspect
 import threading
 import typing
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +17,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from recording import recording_mesh
 from shardkit import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
     ShardedTensor,
     ShardedTensorError,
     StateError,
     WrapError,
     apply_full,
     auto_shard,
+    checkpoint_activations,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
+    strategy,
 )
 from shardkit._compat.torch_tensors import HAS_GRAD_DTYPE
 
@@ -187,11 +192,66 @@ def test_the_module_comes_before_the_function() -> None:
         apply_full(function, model)
 
 
-def test_a_flag_is_no_text() -> None:
+@pytest.mark.parametrize(
+    ("setter", "flag"),
+    [
+        ("set_allocate_memory_from_process_group_for_comm", "enable"),
+        ("set_debug", "dummy_gathers"),
+        ("set_debug", "dummy_reductions"),
+        ("set_force_sum_reduction_for_comms", "enable"),
+        ("set_is_last_backward", "is_last_backward"),
+        ("set_keep_unsharded_storage", "keep"),
+        ("set_manual_backward_finalization", "enabled"),
+        ("set_optimization_barriers", "forward"),
+        ("set_optimization_barriers", "backward"),
+        ("set_prefetch_policy", "forward"),
+        ("set_reduce_scatter_unused_params", "reduce_scatter_unused_params"),
+        ("set_requires_all_reduce", "requires_all_reduce"),
+        ("set_requires_gradient_sync", "requires_gradient_sync"),
+        ("set_reshard_after_backward", "reshard_after_backward"),
+        ("set_reshard_after_forward", "reshard_after_forward"),
+        ("set_separate_reduce_scatter_group", "enable"),
+        ("set_sync_on_finalization", "enable"),
+        ("set_unshard_in_backward", "unshard_in_backward"),
+    ],
+)
+def test_a_flag_is_no_text(setter: str, flag: str) -> None:
     """Python takes it for True."""
     model, _ = sharded_model()
-    with pytest.raises(StateError, match=r"must be True or False, got 'no'"):
-        model.set_requires_gradient_sync("no")
+    with pytest.raises(StateError, match=rf"{flag} must be True or False, got 'no'"):
+        getattr(model, setter)(**{flag: "no"})
+    assert trains(model)
+
+
+def test_a_flag_of_a_policy_is_no_text() -> None:
+    wrong: typing.Any = "false"
+    with pytest.raises(WrapError, match="pin_memory must be True or False, got 'false'"):
+        CPUOffloadPolicy(pin_memory=wrong)
+    with pytest.raises(WrapError, match="cast_forward_inputs must be True or False"):
+        MixedPrecisionPolicy(cast_forward_inputs=wrong)
+
+
+def test_units_are_names() -> None:
+    """A module has a length, but it is no collection of names."""
+    model, mesh = make_model()
+    for wrong, shown in ((model, "a Sequential"), (model[0], "a Linear"), (3, "3")):
+        given: typing.Any = wrong
+        with pytest.raises(WrapError, match=rf"units must be names of modules .* got {shown}"):
+            auto_shard(model, mesh, units=given)
+    assert trains(model)
+
+
+def test_activations_are_of_a_module() -> None:
+    wrong: typing.Any = "Block"
+    with pytest.raises(StateError, match="takes a module first, got 'Block'"):
+        checkpoint_activations(wrong)
+
+
+def test_a_strategy_wants_the_sharded_root() -> None:
+    model, _ = make_model()
+    for use in (strategy("zero1").prepare, partial(strategy("zero1").begin_micro_batch, is_last=1)):
+        with pytest.raises(StateError, match="got a Sequential that is not sharded"):
+            use(model)
 
 
 # --- in which order -----------------------------------------------------------------------------
@@ -482,7 +542,9 @@ def test_a_hook_that_awaits_the_gradients_of_several_parameters() -> None:
 
 
 @pytest.mark.parametrize("is_unsharded", [False, True])
-@pytest.mark.parametrize("by", [torch.export.export, torch.jit.trace])
+@pytest.mark.parametrize(
+    "by", [torch.export.export, torch.jit.trace, lambda model, _: torch.jit.script(model)]
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_sharded_model_is_not_exported(
     by: Callable[..., typing.Any], *, is_unsharded: bool

@@ -51,3 +51,10 @@ def test_axes_of_the_mesh_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shardkit"):
         train(mesh_dim_names=("replicate", "shard"))
     assert "cpu ranks is 2 x 2 (replicate, shard)" in caplog.text
+
+
+def test_one_group_is_no_plural(caplog: pytest.LogCaptureFixture) -> None:
+    mesh, _ = recording_mesh((2,))
+    with caplog.at_level(logging.INFO, logger="shardkit"):
+        fully_shard(nn.Linear(4, 4), mesh)(torch.ones(1, 4))
+    assert "Linear: 1 group of 0.0 million parameters" in caplog.text

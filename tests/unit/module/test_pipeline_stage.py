@@ -9,6 +9,7 @@ import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -19,6 +20,7 @@ from shardkit import FSDPModule, StateError, fully_shard
 
 FINALIZES = hasattr(PipelineStage, "start_gradient_reduction")  # From torch 2.15 on.
 SCHEDULES = "torch.distributed.pipelining.schedules"
+STAGE = "torch.distributed.pipelining.stage"
 # What a schedule does, called from its module: by the caller shardkit knows it.
 unshard, reshard = (
     eval(code, {"__name__": SCHEDULES})
@@ -200,3 +202,21 @@ def test_a_frozen_layer_in_a_stage_that_is_not_sharded_is_none() -> None:
 def test_torchs_schedules_unshard_in_the_module_by_which_they_are_known() -> None:
     assert schedules.__name__ == SCHEDULES
     assert ".unshard(async_op=True)" in inspect.getsource(schedules)
+
+
+@pytest.mark.parametrize("stages", [[0, 4], [0, 1], [2, 0]])
+def test_a_stage_is_not_sharded_over_the_pipeline(
+    stages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks of the pipeline run other stages: all would wait for each other."""
+    model, _ = make_stage()
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: stages)
+    run = eval("lambda self, model, x: model(x)", {"__name__": STAGE})
+    stage, x = torchs_stage(model), torch.ones(3, 4)
+    stage.group = None
+    if 1 not in stages:
+        assert run(stage, model, x).shape == (3, 2)
+        return
+    with pytest.raises(StateError, match=r"'Linear' runs in .* ranks 0, 1; of these, 0, 1 run"):
+        run(stage, model, x)
+    assert model(x).shape == (3, 2), "alone it runs"

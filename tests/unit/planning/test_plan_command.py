@@ -186,9 +186,12 @@ def test_what_was_measured_is_written_into_a_new_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile, file = read_profile("cpu"), tmp_path / "new" / "here.toml"
-    monkeypatch.setattr(_calibrate, "calibrate", lambda _: profile)
+    devices: list[str] = []
+    monkeypatch.setattr(_calibrate, "calibrate", lambda device: devices.append(device) or profile)
     assert CliRunner().invoke(app, ["plan", "--calibrate", str(file)]).exit_code == 0
     assert read_profile(str(file)).name == profile.name
+    has_card = torch.accelerator.is_available()
+    assert devices == [torch.accelerator.current_accelerator().type if has_card else "cpu"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkit import StateError
+from shardkit._settings import watch_settings
 from shardkit.tracing.clocks import Clock, read_clock
 
 SHIFTS = {0: 0.0, 1: 3.25, 2: -0.0071}
@@ -39,6 +40,22 @@ def test_a_shift_is_found() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(StateError, match="rank 2 did not call it, or has ended"):
         readings(limit_s=0.2, ranks=[0, 1])
+
+
+def test_a_rank_that_comes_late_is_named_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of minutes says nothing for minutes."""
+    monkeypatch.setattr(watch_settings, "ask_after_s", 0.2)
+    with pytest.raises(StateError, match="after 1 s one is missing"):
+        readings(limit_s=1, ranks=[0, 1])
+    [said] = caplog.messages
+    assert "after 0 s one is missing: rank 2 did not call it" in said
+    caplog.clear()
+    with pytest.raises(StateError):
+        readings(limit_s=1, ranks=[1, 2])
+    [said] = caplog.messages
+    assert "rank 0 did not call it" in said
 
 
 def test_a_drift_is_taken_out() -> None:

@@ -102,6 +102,12 @@ def test_a_folder_in_the_place_of_the_model_is_refused(tmp_path: pathlib.Path) -
             record(wrong).__enter__()
 
 
+def test_a_model_is_a_module() -> None:
+    wrong: typing.Any = 3
+    with pytest.raises(StateError, match=r"model must be a module, got 3\. Leave it out"):
+        record(wrong).__enter__()
+
+
 def test_a_folder_is_a_path() -> None:
     wrong: typing.Any = None
     with pytest.raises(StateError, match=r"folder must be a path, got None"):

@@ -296,6 +296,12 @@ def gathered(func: Any, tensor: Tensor) -> Tensor:
 
 
 def _gather(func: Any, tensor: ShardedTensor) -> Tensor:
+    if torch_tensors.is_send(func):
+        why = (
+            "the sender alone would gather it, and gathering takes all ranks. Send this rank's "
+            "piece, to_local(), or full_tensor(), called on all ranks."
+        )
+        raise refuse(func, tensor, why)
     tensor.cut_gradient(is_gathered=True)
     spec, piece = tensor.spec, tensor.local_piece
     if piece.is_meta and not spec.mesh.backend.is_dry:
