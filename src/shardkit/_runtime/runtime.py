@@ -227,7 +227,8 @@ class Runtime:
         self.groups = list(groups)
         self.settings = settings
         backend = groups[0].mesh.backend
-        self._device_type = groups[0].device.type
+        kind = groups[0].device.type
+        self._autocast_type = kind if torch.amp.is_autocast_available(kind) else "cpu"
         for index, group in enumerate(self.groups):
             group.index = index
         # A process that holds all ranks has no other ranks to compare with.
@@ -546,7 +547,7 @@ class Runtime:
             else:
                 group.show(unsharded=False)
         self.gathers.carry_out(actions)
-        if torch.is_autocast_enabled(self._device_type) and not may_be_kept:
+        if torch.is_autocast_enabled(self._autocast_type) and not may_be_kept:
             forget_casts(needs_backward=needs_backward)
 
     def _hide(self, group: ParamGroup) -> None:
