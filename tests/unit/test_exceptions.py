@@ -83,7 +83,13 @@ def test_no_other_module_defines_exceptions_that_users_see() -> None:
     # that a field of a config does not take; it becomes a ConfigError. What ends a rank's checkup.
     # A checkpoint that another job replaced while it was read: it is read again. And what another
     # thread raises in the main one, which is that of users.
-    internal = {"ForeignPickleError", "NotOfKindError", "NoStoreError", "_ReplacedError"}
+    internal = {
+        "ForeignPickleError",
+        "NotOfKindError",
+        "NoStoreError",
+        "_RefusedError",
+        "_ReplacedError",
+    }
     assert found == {*internal, "_RankMismatchError"}
     assert classes_of_exceptions(own.read_text(encoding="utf-8")) == {*BUILTINS, "ShardkitError"}
 
