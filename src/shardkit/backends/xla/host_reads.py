@@ -234,7 +234,7 @@ def _pass() -> str:
 
 
 def _refuse_read(func: Any) -> NoReturn:
-    if isinstance(func, torch._ops.OpOverload) and func not in _READS and _is_on_host(func):
+    if not isinstance(func, str) and func not in _READS and _is_on_host(func):
         _refuse_missing(str(func))
     instead = (
         "Return the tensor from the model and read it outside"
