@@ -195,11 +195,6 @@ def autocast_operators(device_type: str) -> list[Any]:
     return found
 
 
-def argument_names(operator: Any) -> list[str]:
-    """Return the names of an operator's arguments."""
-    return [argument.name for argument in operator._schema.arguments]
-
-
 @contextlib.contextmanager
 def autocast_on_meta(
     target: str, conversions: dict[Any, Callable[..., Any]], clear: Callable[[], None]

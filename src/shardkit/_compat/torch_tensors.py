@@ -299,6 +299,11 @@ def is_send(func: Any) -> bool:
     return func.name() in ("c10d::send", "_c10d_functional::isend")
 
 
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, ...], tuple[str, ...]]:
     """Return the arguments that an operator changes, and those that it only fills.

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit._compat.torch_autograd import (
-    argument_names,
-    autocast_on_meta,
-    autocast_operators,
-)
+from shardkit._compat.torch_autograd import autocast_on_meta, autocast_operators
+from shardkit._compat.torch_tensors import argument_names
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:

@@ -359,7 +359,7 @@ for _overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor", "float_float"
 @functools.cache
 def _is_random(func: Any) -> bool:
     """Whether an operator draws; composite operators arrive here as their parts."""
-    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+    takes_generator = "generator" in torch_tensors.argument_names(func)
     is_tagged = torch.Tag.nondeterministic_seeded in func.tags
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (takes_generator or is_tagged) and not func.has_kernel_for_dispatch_key(composite)
