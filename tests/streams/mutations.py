@@ -1,8 +1,8 @@
 """Every wait, fence, kept reference and order of the accelerator's path, taken away one at a time.
 
 The source names what orders, by a comment: ``# order: gathers wait for slots' readers``. A mutation
-takes the statement of that name away, or puts another in its place. `mutated` imports shardkit anew
-with it; then some scenario must complain.
+takes the statement of that name away, or puts another in its place. `mutated` gives the function of
+that statement the code of the changed source; then some scenario must complain.
 """
 
 from __future__ import annotations
@@ -11,31 +11,16 @@ import ast
 import contextlib
 import dataclasses
 import importlib
-import importlib.machinery
-import importlib.util
+import inspect
 import re
-import sys
 import textwrap
+import types
 import typing
+
+from scenarios import complaints
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
-
-_OF_TESTS = (
-    "captured_steps",
-    "capturing",
-    "clocks",
-    "irregular_steps",
-    "models",
-    "reference",
-    "scenarios",
-    "simulated_device",
-    "simulation",
-    "trainings",
-    "users_collectives",
-    "watching",
-)
-
 
 TAG = re.compile(r"# order: (.+)")
 """Names a statement: at its end, or on the line above it."""
@@ -253,59 +238,46 @@ MUTATIONS = (
 
 
 @contextlib.contextmanager
-def mutated(mutation: Mutation | None) -> Iterator[None]:
-    """Import shardkit, and the tests' modules over it, anew, with a mutation.
+def mutated(mutation: Mutation) -> Iterator[None]:
+    """Run the function in which the named statement stands from the changed source.
 
     Raises:
         AssertionError: The source has no such name, or twice.
     """
-    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours(name)}
-    finder = _Finder(mutation)
-    sys.meta_path.insert(0, finder)
+    module = importlib.import_module(f"shardkit.{mutation.module}")
+    source = inspect.getsource(module)
+    path = _path_to(source, mutation.name)
+    code = compile(change(source, mutation), str(module.__file__), "exec")
+    found: typing.Any = module
+    for name in path:
+        code = next(
+            each
+            for each in code.co_consts
+            if isinstance(each, types.CodeType) and each.co_name == name
+        )
+        found = getattr(found, name)
+    function = inspect.unwrap(found)
+    saved = function.__code__
+    function.__code__ = code
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if _is_ours(name)]:
-            del sys.modules[name]
-        sys.modules.update(saved)
+        function.__code__ = saved
 
 
-def _is_ours(name: str) -> bool:
-    return name.partition(".")[0] in ("shardkit", *_OF_TESTS)
-
-
-class _Finder:
-    """Finds one module of shardkit with another source."""
-
-    def __init__(self, mutation: Mutation | None) -> None:
-        self._mutation = mutation
-
-    def find_spec(
-        self, name: str, path: typing.Any = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return how to load a module; None if it is left as it is."""
-        del target
-        if self._mutation is None or name != f"shardkit.{self._mutation.module}":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        assert spec is not None
-        assert spec.origin is not None
-        spec.loader = _Loader(name, spec.origin, self._mutation)
-        return spec
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module from changed source, which is never cached."""
-
-    def __init__(self, name: str, path: str, mutation: Mutation) -> None:
-        super().__init__(name, path)
-        self._mutation = mutation
-
-    def get_code(self, fullname: str) -> typing.Any:
-        """Compile the changed source."""
-        path = self.get_filename(fullname)
-        return compile(change(self.get_data(path).decode(), self._mutation), path, "exec")
+def _path_to(source: str, name: str) -> list[str]:
+    """Return the names of the class and the function in which a named statement stands."""
+    line, path = named_statements(source)[name].lineno, []
+    node: ast.AST = ast.parse(source)
+    while not isinstance(node, ast.FunctionDef):
+        node = next(
+            each
+            for each in ast.iter_child_nodes(node)
+            if isinstance(each, ast.ClassDef | ast.FunctionDef)
+            and each.lineno <= line <= typing.cast("int", each.end_lineno)
+        )
+        path.append(node.name)
+    return path
 
 
 def named_statements(source: str) -> dict[str, ast.stmt]:
@@ -346,13 +318,11 @@ def change(source: str, mutation: Mutation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def complaints_of(mutation: Mutation, *, is_applied: bool = True) -> list[str]:
+def complaints_of(mutation: Mutation) -> list[str]:
     """Return what its scenario finds, in this process."""
-    with mutated(mutation if is_applied else None):
-        scenarios = importlib.import_module("scenarios")
-        name, options = mutation.scenario, mutation.simulation_options
+    with mutated(mutation):
         try:
-            found: list[str] = scenarios.complaints(name, options)
+            found: list[str] = complaints(mutation.scenario, mutation.simulation_options)
         except (NameError, AttributeError):
             raise  # What the mutation puts in does not fit: nothing was shown.
         except Exception as error:  # noqa: BLE001 - a defect may break anything

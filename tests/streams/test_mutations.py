@@ -9,14 +9,12 @@ import typing
 
 import pytest
 from mutations import MUTATIONS, TAG, Mutation, complaints_of, last_line, named_statements
-from scenarios import NUM_RANKS
+from scenarios import NUM_RANKS, complaints
 
 import shardkit
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from workers import Pools, Spawn
+    from workers import Spawn
 
 ORDERING = re.compile(
     r"\.wait\(|\.wait_fence\(|\.wait_event\(|\.record_event\(|\.fence\(|\.synchronize\(|\.keep\(|s\.join\(|follow_compute\(|follow_writes\(|_late_writes\("
@@ -85,13 +83,6 @@ NEEDLESS = {
 """Lines without a mutation, by how they begin or what they hold, and why."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def processes_that_others_do_not_get(pools: Pools) -> Iterator[None]:
-    """End them: torch's list of classes that may be loaded has those that were imported last."""
-    yield
-    pools.renew()
-
-
 def source_of(module: str) -> str:
     spec = importlib.util.find_spec(f"shardkit.{module}")
     assert spec is not None
@@ -102,30 +93,11 @@ def source_of(module: str) -> str:
 @pytest.mark.streams
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_missing_piece_is_found(spawn: Spawn, mutation: Mutation) -> None:
+    """And with it, the same processes find nothing."""
     num_ranks = NUM_RANKS.get(mutation.scenario, 2)
     by_rank = spawn(complaints_of, num_ranks, mutation)
     assert any(by_rank), f"nobody misses it: {mutation}"
-
-
-@pytest.mark.streams
-def test_modules_imported_anew_work_as_before(spawn: Spawn) -> None:
-    """So that complaints are about the mutation, not about how it was made."""
-
-    def unmutated(mutation: Mutation) -> list[list[str]]:
-        return spawn(complaints_without, NUM_RANKS.get(mutation.scenario, 2), mutation)
-
-    for module in (
-        "backends.accelerator",
-        "_params.memory",
-        "_params.gradients",
-        "_runtime.runtime",
-    ):
-        mutation = next(each for each in MUTATIONS if each.module == module)
-        assert not any(unmutated(mutation)), mutation.scenario
-
-
-def complaints_without(mutation: Mutation) -> list[str]:
-    return complaints_of(mutation, is_applied=False)
+    assert not any(spawn(complaints, num_ranks, mutation.scenario, mutation.simulation_options))
 
 
 @pytest.mark.parametrize("module", WATCHED)
