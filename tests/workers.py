@@ -235,6 +235,7 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     environment = dict(os.environ)
+    gc.freeze()  # What the processes of a pool have in common: collections leave it out.
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -273,13 +274,10 @@ _modules_frozen = 0
 def _collect_garbage() -> None:
     """Collect what the last call left; leave modules out, which have most objects by far."""
     global _modules_frozen  # noqa: PLW0603 - of this process
+    gc.collect()
     if len(sys.modules) > _modules_frozen:  # Not each time: what is frozen is never collected.
-        gc.unfreeze()
-        gc.collect()
         gc.freeze()
         _modules_frozen = len(sys.modules)
-    else:
-        gc.collect()
 
 
 def forget_old_meshes() -> None:
