@@ -285,6 +285,10 @@ def _muon(params: typing.Any) -> torch.optim.Optimizer:
     return MatrixOptimizer([p for p in params if p.dim() == 2], torch.optim.Muon)
 
 
+def _plain_muon(params: typing.Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.dim() == 2])
+
+
 def _few_rows() -> Tensor:
     """Return a batch so small that steps of optimizers need the most memory."""
     return torch.ones(1, 250)
@@ -329,6 +333,7 @@ CASES: dict[str, Case] = {
     "rows and columns": Case(Mlp, _few_rows, optimizer=_by_lists),
     "averages": Case(Mlp, _few_rows, optimizer=torch.optim.ASGD),
     "matrices": Case(Mlp, _few_rows, optimizer=_muon),
+    "matrices of all ranks": Case(Mlp, _few_rows, optimizer=_plain_muon),
     "tensor parallel": SplitCase(Mlp, _rows, (4,)),
     "offloaded": Case(Mlp, _rows, options={"offload_policy": CPUOffloadPolicy()}),
     "accumulation, hybrid": Case(

@@ -322,6 +322,8 @@ def test_names_that_are_taken(tmp_path: pathlib.Path) -> None:
     path = checkpoint.save(tmp_path / "x", step=1)
     with pytest.raises(CheckpointError, match=r"x exists.*overwrite=True"):
         checkpoint.save(path, step=2)
+    with pytest.raises(CheckpointError, match="overwrite must be True or False, got 'no'"):
+        checkpoint.save(path, step=2, overwrite="no")
     checkpoint.save(path, step=3, overwrite=True)
     assert checkpoint.load(path) == {"step": 3}
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]

@@ -272,25 +272,43 @@ def _shown(tensor: Any) -> ShardedView:
 
 
 def _as_pieces(args: tuple[Any, ...], target: ShardedView) -> list[Any] | None:
-    """Return arguments with pieces for tensors, if all are cut as a written view is; else None.
+    """Return arguments with pieces for tensors, if all show what the written view shows; else None.
 
-    So are views of whole tensors in the order of their elements, such as their bytes.
+    These are views of whole tensors that are cut in the same way. A view may be in any order, such
+    as a transpose, and in another dtype, such as bytes. Plain tensors may be numbers.
     """
     pieces = []
     for arg in args:
         if type(arg) in (ShardedTensor, ShardedView):
             shown = _shown(arg)
             base, geometry = shown.base, shown.geometry
-            shows_all = geometry.is_contiguous() and geometry.nbytes == base.nbytes
-            is_cut_so = shown.shape == target.shape and base.spec.same_cut(target.base.spec)
-            if base.spec.is_traced or not shows_all or not is_cut_so:
+            is_whole = geometry.nbytes == base.nbytes and _has_no_gaps(geometry)
+            is_cut_so = base.spec.same_cut(target.base.spec)
+            is_seen_so = shown.shape == target.shape and _order(geometry) == _order(target.geometry)
+            if base.spec.is_traced or not (is_whole and is_cut_so and is_seen_so):
                 return None
             pieces.append(base.local_piece.view(geometry.dtype))
-        elif isinstance(arg, Tensor):
+        elif isinstance(arg, Tensor) and (arg.dim() or not target.ndim):
             return None
         else:
             pieces.append(arg)
     return pieces
+
+
+def _order(geometry: Tensor) -> list[tuple[int, int]]:
+    """Return the stride and the size of each dim that has several elements."""
+    pairs = zip(geometry.stride(), geometry.shape, strict=True)
+    return [(stride, size) for stride, size in pairs if size > 1]
+
+
+def _has_no_gaps(geometry: Tensor) -> bool:
+    """Say whether the elements of a view lie one after the other, in any order of its dims."""
+    num = 1
+    for stride, size in sorted(_order(geometry)):
+        if stride != num:
+            return False
+        num *= size
+    return True
 
 
 def writes_elements(func: Any) -> bool:

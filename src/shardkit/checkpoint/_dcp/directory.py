@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkit._errors import CheckpointError
+from shardkit._settings import refuse_texts
 from shardkit.checkpoint._dcp.manifest import (
     MANIFEST_FILE,
     Header,
@@ -357,6 +358,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
     A damaged checkpoint may be replaced: a run that resumes from an older one saves it again.
     """
+    refuse_texts(CheckpointError, overwrite=overwrite)
     if not os.path.lexists(path):
         return
     if not overwrite and not ((path / MANIFEST_FILE).exists() and _is_damaged(path)):
