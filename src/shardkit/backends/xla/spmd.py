@@ -64,7 +64,7 @@ class SpmdRegion(GraphOrder):
         # A clone, since the tensor is annotated in place; and not marked, as by torch_xla's
         # `enable_manual_sharding`, which takes what is whole on the devices to the host and back
         # (and looks for JAX on the disk, every time).
-        whole = tensor.detach().clone()
+        whole = operators.as_declared(tensor.detach()).clone()
         _XLAC._xla_annotate_custom_sharding(whole, self._sharding(axes, tensor.ndim))
         local: Tensor = _XLAC._spmd_full_to_shard_shape(whole)
         return local
