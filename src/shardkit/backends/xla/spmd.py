@@ -203,11 +203,12 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, there: _Function, back: _Function, tensor: Tensor) -> Tensor:
         ctx.back = back
+        ctx.set_materialize_grads(False)  # Behind a hook an unused output has no gradient, not 0.
         return there(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, ctx.back(grad)
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return None, None, None if grad is None else ctx.back(grad)
 
 
 def _move(there: _Function, back: _Function, tensor: Tensor) -> Tensor:
