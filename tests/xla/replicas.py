@@ -103,6 +103,21 @@ def reductions_leave_padding_out() -> Differences:
     return found
 
 
+def asked_gradients() -> Differences:
+    """Gradients by `torch.autograd.grad`: of the mean over the ranks, none of what is unused."""
+    pair = Pair(ReplicaRanks(), "unused")
+    found = {}
+    for model, loss in zip((pair.plain, pair.sharded), pair.losses(pair.draw()), strict=True):
+        names, params = zip(*model.named_parameters(), strict=True)
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        found[model] = dict(zip(names, grads, strict=True))
+    wholes = {n: g.full_tensor() for n, g in found[pair.sharded].items() if g is not None}
+    finish_graph()
+    expected = {name: grad for name, grad in found[pair.plain].items() if grad is not None}
+    assert wholes.keys() == expected.keys()
+    return {name: reference.difference(wholes[name].cpu(), expected[name]) for name in wholes}
+
+
 def masks() -> dict[str, object]:
     """What ranks drop, twice from one seed; and that a checkpointed forward repeats it."""
     mesh = init_device_mesh("xla", (xr.world_size(),))

@@ -355,6 +355,24 @@ def test_prefetches_are_chosen(mesh: DeviceMesh) -> None:
     pair.assert_equal()
 
 
+def test_recurrent_layers_of_torch_train_and_those_of_torch_xla_run(mesh: DeviceMesh) -> None:
+    """Torch_xla replaces `nn.GRU` by its own, whose backward needs JAX."""
+    plain = torch.nn.modules.rnn.GRU(5, 3, batch_first=True)
+    replaced: typing.Any = nn.GRU(5, 3, batch_first=True)
+    assert type(replaced) is not type(plain)
+    replaced.load_state_dict(plain.state_dict())
+    nets = [fully_shard(nn.Sequential(on_xla(each)), mesh) for each in (plain, replaced)]
+    x = torch.randn(ROWS, 4, 5)
+    with torch.no_grad():
+        for net in nets:
+            torch.testing.assert_close(net(x.to("xla"))[0].cpu(), plain(x)[0])
+    for layer, batch in ((plain, x), (nets[0], x.to("xla"))):
+        layer(batch)[0].square().mean().backward()
+    torch_xla.sync()
+    for ours, theirs in zip(nets[0].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor().cpu(), theirs.grad, rtol=0, atol=1e-6)
+
+
 class Twice(nn.Linear):
     def twice(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * nn.functional.linear(x, self.weight, self.bias)

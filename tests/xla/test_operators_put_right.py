@@ -53,6 +53,9 @@ USES: dict[str, typing.Callable[[Net, Tensor], typing.Any]] = {
     "quantile of an attribute": lambda net, y: y * net.kept.quantile(0.3),
     "sorted constant": lambda _, y: y[:, :3] * torch.tensor([3.0, 1.0, 2.0]).to(y).argsort(),
     "sorted": lambda _, y: y.sort(1),
+    "singular values of an attribute": lambda net, y: (
+        y * torch.linalg.svdvals(net.kept.view(2, 2))[0]
+    ),
     "six dims": lambda _, y: y.view(-1, 2, 1, 2, 2, 2),
     "elu": lambda _, y: functional.elu(y, alpha=1.5),
     "celu": lambda _, y: functional.celu(y, alpha=0.5),
@@ -62,6 +65,16 @@ USES: dict[str, typing.Callable[[Net, Tensor], typing.Any]] = {
     "amin, kept dims": lambda _, y: y[0].amin((), keepdim=True).expand(len(y), 1),
     "norm of the largest": lambda _, y: y.norm(float("inf"), 1, keepdim=True),
     "norm of the least": lambda _, y: planes(y).norm(-float("inf"), (2, 3)),
+    "integers plus a sum": lambda _, y: (y, y.int() + y.int().sum()),
+    "bytes plus a sum": lambda _, y: (y, y.to(torch.int8) + (y > 0).sum()),
+    "halves plus a sum": lambda _, y: (y, y.detach().bfloat16() + y.detach().sum()),
+    "singles plus a double": lambda _, y: y + y.sum().double(),
+    "halves or a number": lambda net, y: (y, y.detach().bfloat16().where(y > 0, net.kept[0])),
+    "integers or a number": lambda _, y: (y, y.int().where(y > 0, (y > 0).sum())),
+    "loss of one example": lambda _, y: y * functional.cross_entropy(y[0], y[1].argmax()),
+    "loss of one example, unreduced": lambda _, y: (
+        y * functional.nll_loss(y[0], y[1].argmax(), reduction="none")
+    ),
 }
 
 
@@ -70,8 +83,10 @@ def tensors(output: typing.Any) -> list[Tensor]:
 
 
 def loss(outputs: list[Tensor]) -> Tensor:
-    floats = [output for output in outputs if output.requires_grad]
-    return torch.stack([(output * output.detach().cos()).sum() for output in floats]).sum()
+    """Return a sum with weights that do not depend on the outputs, whose rounding differs."""
+    floats = [output.flatten() for output in outputs if output.requires_grad]
+    weights = [torch.arange(len(each)).cos().to(each) for each in floats]
+    return torch.stack([each @ w for each, w in zip(floats, weights, strict=True)]).sum()
 
 
 @pytest.mark.filterwarnings("ignore:aten..selu. an autograd kernel was not registered")
@@ -93,6 +108,22 @@ def test_values_and_gradients_are_those_of_the_cpu(name: str, mesh: DeviceMesh) 
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor().cpu(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.int32, torch.int64), (torch.bfloat16, torch.float32)]
+)
+def test_inputs_have_the_dtype_that_torch_says(
+    dtype: torch.dtype, wide: torch.dtype, mesh: DeviceMesh
+) -> None:
+    plain = nn.Linear(5, 3)
+    model: typing.Any = fully_shard(copy.deepcopy(plain).to("xla"), mesh)
+    batch = (torch.arange(5.0 * ROWS).view(ROWS, 5) - 9).to(dtype)
+    results = []
+    for net, x in ((plain, batch), (model, batch.to("xla"))):
+        net.register_forward_pre_hook(lambda _, args: args[0].float())
+        results.append(net(x + x.float().amax().to(wide)))  # A number does not widen the batch.
+    torch.testing.assert_close(results[1].cpu(), results[0])
 
 
 def test_inputs_of_six_dims_are_split(mesh: DeviceMesh) -> None:
@@ -158,6 +189,8 @@ READS: dict[str, typing.Callable[[Tensor], object]] = {
     "if": lambda grad: bool(grad.isnan().any()),
     "cpu": lambda grad: grad.cpu(),
     "tolist": lambda grad: grad.tolist(),
+    "to": lambda grad: grad.to("cpu"),
+    "copy_": lambda grad: torch.empty(grad.shape).copy_(grad),
 }
 
 
@@ -176,16 +209,25 @@ def test_a_hook_prints_without_values(mesh: DeviceMesh, capsys: pytest.CaptureFi
     assert "<a rank's tensor inside of a backward, of shape (2, 5)" in capsys.readouterr().out
 
 
-def test_what_a_forward_has_kept_cannot_be_read(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("is_synced", [False, True])
+def test_what_a_forward_has_kept_cannot_be_read(is_synced: bool, mesh: DeviceMesh) -> None:
     net: typing.Any = fully_shard(Net(lambda _, y: y).to("xla"), mesh)
     kept: list[Tensor] = []
     net.layer.register_forward_hook(lambda _, __, y: kept.extend((y.detach(), y.norm().detach())))
     output = net(torch.randn(ROWS, 5))
-    torch_xla.sync()
-    for read in (kept[0].cpu, kept[0].tolist, kept[1].item):
+    if is_synced:
+        torch_xla.sync()
+    whole, number = kept
+    reads: tuple[typing.Callable[[], object], ...] = (
+        *(whole.cpu, whole.tolist, lambda: whole.to("cpu"), number.item),
+        lambda: torch.empty(whole.shape).copy_(whole),
+        lambda: torch.equal(whole, whole + 1),
+        lambda: (whole * 2 + torch.ones(WIDTH, device="xla")).mean().item(),
+    )
+    for read in reads:
         with pytest.raises(StateError, match="that a forward has kept beside its outputs"):
             read()
-    assert repr(kept[1]).startswith("<a rank's tensor that a forward has kept, of shape ()")
+    assert repr(number).startswith("<a rank's tensor that a forward has kept, of shape ()")
     assert output.cpu().shape == (ROWS, WIDTH)
 
 

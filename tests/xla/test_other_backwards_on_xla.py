@@ -128,6 +128,27 @@ def test_a_model_is_called_with_other_values(way: str, mesh: DeviceMesh) -> None
     assert_equal_gradients(models[1], models[0])
 
 
+class Both(nn.Module):
+    """Returns outputs of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def test_an_output_that_no_loss_uses_has_no_gradients_behind_a_hook(mesh: DeviceMesh) -> None:
+    plain = Both()
+    sharded = fully_shard(on_xla(plain), mesh)
+    for model, x in zip((plain, sharded), batch(), strict=True):
+        model.register_full_backward_pre_hook(lambda *_: None)
+        model(x.requires_grad_())[1].sum().backward()
+    assert plain.first.weight.grad is None
+    assert_equal_gradients(sharded, plain)
+
+
 def test_unsynced_gradients_do_not_outlive_an_exception(mesh: DeviceMesh) -> None:
     pair = Pair(XlaRanks(mesh), "mlp")
     with pair.sharded.no_sync():

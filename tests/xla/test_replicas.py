@@ -82,6 +82,11 @@ def test_reductions_leave_padding_out(spawn_replicas: Spawn) -> None:
         assert max(differences.values()) <= 1e-5
 
 
+def test_gradients_are_asked_for(spawn_replicas: Spawn) -> None:
+    for differences in spawn_replicas(replicas.asked_gradients, 2):
+        assert max(differences.values()) <= 1e-6
+
+
 def test_replicas_drop_other_elements_and_the_same_ones_again(spawn_replicas: Spawn) -> None:
     first, second = spawn_replicas(replicas.masks, 2)
     assert first["first"] == first["second"]

@@ -674,11 +674,14 @@ def _divided(average: Tensor, unsharded: object) -> Tensor:
 def _used_anywhere(
     found: Sequence[tuple[Any, Any]], results: Sequence[tuple[Any, Any]]
 ) -> list[bool]:
-    """Return for each input whether any rank has used the whole. Collective."""
+    """Return for each input whether any rank has used the whole. Collective, unless it is traced.
+
+    Ranks that are traced run equal programs.
+    """
     used = [whole is not None for _, whole in results]
     by_axes: dict[tuple[Axis, ...], list[int]] = {}
     for index, (tensor, unsharded) in enumerate(found):
-        if unsharded is not None:
+        if unsharded is not None and not tensor.spec.is_traced:
             axes = tuple(axis for axis in tensor.spec.data_parallel_axes if axis.size > 1)
             by_axes.setdefault(axes, []).append(index)
     for axes, indices in by_axes.items():

@@ -9,8 +9,9 @@ computes wrongly.
 Tried with torch_xla 2.9.0 on the CPU. Private names are
 ``_XLAC._xla_spmd_all_reduce`` (the public `all_reduce` does nothing under SPMD),
 ``_XLAC._spmd_full_to_shard_shape`` (the public one marks its input, see `SpmdRegion.enter`),
-``_XLAC._get_xla_tensors_hlo``, ``_XLAC._set_all_reduce_token``, ``_XLAC._get_xla_sharding_spec``
-and ``_XLAC._xla_get_spmd_config_is_locked``.
+``_XLAC._get_xla_tensors_hlo``, ``_XLAC._set_all_reduce_token``, ``_XLAC._get_xla_sharding_spec``,
+``_XLAC._get_xla_tensor_shape_type``, ``_XLAC._xla_sync_multi`` and
+``_XLAC._xla_get_spmd_config_is_locked``.
 """
 
 from __future__ import annotations

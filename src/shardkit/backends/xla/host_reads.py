@@ -3,8 +3,8 @@
 XLA ends the process if such a tensor must leave the devices, and inside a forward that is still
 traced it has no values yet. So operators that would take one to the host are refused before.
 Those are reads by the user, and operators that torch_xla lets the host compute because it does not
-have them. In forward a dispatch mode asks `check`. In backward no mode is active, so the kernels
-themselves ask.
+have them. In forward a dispatch mode asks `check`. In backward, and after it for what Python has
+kept, no mode is active, so the kernels themselves ask.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ def _is_on_host(func: Any) -> bool:
 @functools.cache
 def _is_missing(func: Any) -> bool:
     """Whether torch_xla lacks this operator, and lets the host compute it."""
+    if func.namespace == "prim":  # An attribute of a tensor.
+        return False
     is_known = any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
     return func == _READS_LENGTHS or not is_known
 
@@ -147,9 +149,11 @@ def described() -> Iterator[None]:
 
 
 def _is_kept(tensor: Tensor) -> bool:
-    """Whether a graph that has run returned a rank's tensor, which Python kept."""
-    if type(tensor) not in {Tensor, torch.nn.Parameter}:  # torch_xla knows no subclasses.
+    """Whether a tensor that is to be read is a rank's, which Python has kept after a forward."""
+    if tensor.device.type != "xla":
         return False
+    # Run what computes it, as the read would: only then torch_xla says where its values are.
+    torch_xla._XLAC._xla_sync_multi([tensor], [], True, False)
     sharding: str = torch_xla._XLAC._get_xla_sharding_spec(tensor)
     return sharding == "{manual}"
 
@@ -158,6 +162,11 @@ def _check_read(what: str, tensor: Tensor) -> None:
     """Refuse a read of a rank's tensor. In a forward, a dispatch mode calls `check` before."""
     if torch_autograd.in_backward() and _is_inside(tensor):
         _refuse_read(what)
+    _check_kept(what, tensor)
+
+
+def _check_kept(what: str, tensor: Tensor) -> None:
+    """Refuse a read of a tensor that a forward has kept."""
     if _is_kept(tensor):
         msg = (
             f"{what} of a tensor of shape {tuple(tensor.shape)} that a forward has kept beside its "
@@ -175,22 +184,23 @@ def _may_be_inside() -> bool:
 def install_refusals() -> None:
     """Catch what dispatch modes do not see, in a forward while `described`, and in a backward.
 
-    That is printing, which removes them, values that hooks of backward read, and torch_xla's way of
-    letting the host compute an operator, which may depend on the operator's options (`addmm` with a
-    `beta`).
+    That is printing, which removes them, values that hooks of backward read, reads of what a
+    forward has kept, and torch_xla's way of letting the host compute an operator, which may depend
+    on the operator's options (`addmm` with a `beta`).
     """
     cls: Any = Tensor
     for name in ("__repr__", "__format__"):
         setattr(cls, name, _describing(getattr(cls, name)))
-    for name in ("cpu", "tolist"):
-        setattr(cls, name, _reading(getattr(cls, name)))
-    replace_kernels({"_to_cpu": _computing, "_local_scalar_dense": _reading_one})
+    kernels = {"_to_cpu": _computing, "_local_scalar_dense": _reading_one}
+    replace_kernels(kernels | {"_to_copy": _converting, "copy_": _copying})
 
 
 def _computing(kernel: Any) -> Callable[..., Any]:
     def to_cpu(keys: Any, tensors: list[Tensor]) -> Any:
         if _may_be_inside() and any(map(_is_inside, tensors)):
             _refuse_missing("an operator")
+        for tensor in tensors:
+            _check_kept("an operator that the host computes", tensor)
         return kernel.call_boxed(keys, tensors)
 
     return to_cpu
@@ -204,6 +214,25 @@ def _reading_one(kernel: Any) -> Callable[..., Any]:
     return read
 
 
+def _converting(kernel: Any) -> Callable[..., Any]:
+    def to_copy(keys: Any, tensor: Tensor, **options: Any) -> Any:
+        device = options.get("device")
+        if device is not None and device.type != "xla":
+            _check_read("cpu(), tolist() or to()", tensor)
+        return kernel.call_boxed(keys, tensor, **options)
+
+    return to_copy
+
+
+def _copying(kernel: Any) -> Callable[..., Any]:
+    def copy(keys: Any, target: Tensor, source: Tensor, *options: Any) -> Any:
+        if target.device.type != "xla":
+            _check_read("copy_()", source)
+        return kernel.call_boxed(keys, target, source, *options)
+
+    return copy
+
+
 def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(as_usual)
     def describe(tensor: Tensor, *args: Any, **options: Any) -> str:
@@ -212,21 +241,12 @@ def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
         of = f"of shape {tuple(tensor.shape)}, {tensor.dtype}"
         if _may_be_inside() and _is_inside(tensor):
             return f"<a rank's tensor inside of a {_pass()}, {of}; values after it only>"
-        if _is_kept(tensor):
+        try:
+            return as_usual(tensor, *args, **options)
+        except StateError:
             return f"<a rank's tensor that a forward has kept, {of}; return it to see its values>"
-        return as_usual(tensor, *args, **options)
 
     return describe
-
-
-def _reading(as_usual: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(as_usual)
-    def read(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if tensor.device.type == "xla" and not isinstance(tensor, HostValues):
-            _check_read(f"{as_usual.__name__}()", tensor)
-        return as_usual(tensor, *args, **options)
-
-    return read
 
 
 def _pass() -> str:

@@ -3,13 +3,19 @@
 In a forward (`put_right`, which a dispatch mode calls):
 
 - XLA ends the process if a tensor from outside of the region, such as an attribute of a module or a
-  constant, is sorted there, or its largest element is found. So the operand is marked as a rank's.
+  constant, is sorted there, or its largest element or its singular values are found. So the
+  operand is marked as a rank's.
 - Indices of `max_pool2d` and `cummax` have 32 bits, although torch_xla says 64. Conversions of them
-  fail when the graph is made, and XLA ends the process if they leave the region.
+  fail when the graph is made.
+
+When tensors leave the region (`as_declared`): some have other dtypes in XLA than torch_xla says,
+such as those indices, and 32-bit integers plus a number of 64 bits. XLA would end the process.
 
 For the whole process (`install`): torch_xla computes wrong gradients of `elu`, `celu` and `selu`.
 Without dims its `amax` and `amin` return their operand, and its `norm` takes an infinite order for
-another one. Its batch normalization fails for several dtypes, and in the backward of eval mode.
+another one. Its batch normalization fails for several dtypes, and in the backward of eval mode. Its
+`nll_loss` of one example without a batch ends the process, and its `where` returns another dtype in
+XLA than in torch if one operand is a number.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ _XLAC: Any = torch_xla._XLAC
 
 # --- in a forward ---------------------------------------------------------------------------------
 
-_SORTS = {
+_MARKED = {
     _aten.sort.default,
     _aten.sort.stable,
     _aten.topk.default,
@@ -45,7 +51,9 @@ _SORTS = {
     _aten.max.dim,
     _aten.min.dim,
     _aten.cummax.default,
+    _aten._linalg_svd.default,
 }
+"""Operators whose first operand is marked."""
 _NARROW = {
     _aten.max_pool2d_with_indices.default,
     _aten.max_pool3d_with_indices.default,
@@ -57,12 +65,12 @@ _NARROW = {
 
 def is_put_right(func: Any) -> bool:
     """Whether `put_right` changes an operator."""
-    return func in _SORTS or func in _NARROW
+    return func in _MARKED or func in _NARROW
 
 
 def put_right(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_spmd: bool) -> Any:
     """Run an operator inside a forward."""
-    if is_spmd and func in _SORTS:
+    if is_spmd and func in _MARKED:
         args = (as_of_a_rank(args[0]), *args[1:])
     result = func(*args, **kwargs)
     return map_tensors(as_declared, result) if func in _NARROW else result
@@ -83,9 +91,41 @@ def as_of_a_rank(tensor: Tensor) -> Tensor:
     return marked.squeeze(0)
 
 
+_WIDER = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_XLA_NAMES = {
+    torch.bool: "pred",
+    torch.uint8: "u8",
+    torch.int8: "s8",
+    torch.int16: "s16",
+    torch.int32: "s32",
+    torch.int64: "s64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
 def as_declared(tensor: Tensor) -> Tensor:
-    """Return a tensor whose integers have 64 bits in XLA if they have in torch."""
-    return tensor + 0 if tensor.dtype == torch.int64 else tensor
+    """Return a tensor that has the dtype in XLA that it has in torch."""
+    dtype = tensor.dtype
+    name = _XLA_NAMES.get(dtype)
+    if name is None or tensor.device.type != "xla":
+        return tensor
+    if _XLAC._get_xla_tensor_shape_type(tensor) == name:
+        return tensor
+    if dtype in _WIDER:
+        return tensor.to(_WIDER[dtype]).to(dtype)
+    # A conversion would rely on the dtype that torch_xla says.
+    wide = tensor + tensor.new_zeros((1,) * tensor.ndim, dtype=torch.int64)
+    return wide.to(dtype)
 
 
 # --- for the whole process ------------------------------------------------------------------------
@@ -183,12 +223,52 @@ def _of_one_dtype(args: Sequence[Any]) -> list[Any]:
     return [arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args]
 
 
+def _nll_loss(kernel: Any) -> Callable[..., Any]:
+    """Return a kernel that takes one example without a batch, too."""
+
+    def nll_loss(keys: Any, x: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> Any:
+        if x.ndim > 1:
+            return kernel.call_boxed(keys, x, target, weight, *options)
+        loss, total = kernel.call_boxed(keys, x[None], target.reshape(1), weight, *options)
+        return loss.reshape(()), total
+
+    return nll_loss
+
+
+def _nll_loss_backward(kernel: Any) -> Callable[..., Any]:
+    """Return a kernel that takes one example without a batch, too."""
+
+    def backward(keys: Any, grad: Tensor, x: Tensor, target: Tensor, *args: Any) -> Any:
+        if x.ndim > 1:
+            return kernel.call_boxed(keys, grad, x, target, *args)
+        if args[1] == 0:  # Without a reduction each example has its own.
+            grad = grad.reshape(1)
+        return kernel.call_boxed(keys, grad, x[None], target.reshape(1), *args)[0]
+
+    return backward
+
+
+def _where(kernel: Any) -> Callable[..., Any]:
+    """Return a kernel whose result has the dtype in XLA that it has in torch."""
+
+    def where(keys: Any, condition: Tensor, x: Tensor, y: Tensor) -> Any:
+        if x.dtype != y.dtype and (x.ndim == 0) != (y.ndim == 0):
+            dtype = torch.result_type(x, y)
+            x, y = x.to(dtype), y.to(dtype)
+        return kernel.call_boxed(keys, condition, x, y)
+
+    return where
+
+
 _WRONG: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "elu_backward": lambda _: lambda _keys, *args: _elu_backward(*args),
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     "amax": _of_all,
     "amin": _of_all,
+    "nll_loss_forward": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
+    "where.self": _where,
     "norm.Scalar": _norm,
     "norm.ScalarOpt_dim": _norm,
     "norm.ScalarOpt_dtype": _norm,

@@ -64,7 +64,7 @@ class SpmdRegion(GraphOrder):
         # A clone, since the tensor is annotated in place; and not marked, as by torch_xla's
         # `enable_manual_sharding`, which takes what is whole on the devices to the host and back
         # (and looks for JAX on the disk, every time).
-        whole = tensor.detach().clone()
+        whole = operators.as_declared(tensor.detach()).clone()
         _XLAC._xla_annotate_custom_sharding(whole, self._sharding(axes, tensor.ndim))
         local: Tensor = _XLAC._spmd_full_to_shard_shape(whole)
         return local
@@ -203,11 +203,12 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, there: _Function, back: _Function, tensor: Tensor) -> Tensor:
         ctx.back = back
+        ctx.set_materialize_grads(False)  # Behind a hook an unused output has no gradient, not 0.
         return there(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, ctx.back(grad)
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return None, None, None if grad is None else ctx.back(grad)
 
 
 def _move(there: _Function, back: _Function, tensor: Tensor) -> Tensor:
