@@ -632,8 +632,8 @@ class FSDPModule(_Base):
         Args:
             forward: Whether to gather the next module before the current one computes.
             backward: Moment when backward gathers the next module. ``"pre"``: before the current
-                one's gradients are computed (most overlap); ``"post"``: after that (less memory);
-                ``"none"``: when the next module is entered.
+                one's gradients are computed, on CPU ranks when half of them are (most overlap);
+                ``"post"``: after that (less memory); ``"none"``: when the next module is entered.
         """
         refuse_texts(StateError, forward=forward)
         state = state_of(self)
