@@ -158,7 +158,8 @@ class MixedPrecisionPolicy:
 class BackwardPrefetch(enum.Enum):
     """When backward gathers the group that it needs next.
 
-    PRE: Before the gradients of the current group are computed. Full overlap; two groups in memory.
+    PRE: Before the gradients of the current group are computed, on CPU ranks when half of them are.
+        Full overlap; two groups in memory.
     POST: After they are computed. Less overlap; one group less in memory.
     NONE: When backward enters the group.
     """

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardkit._errors import CheckpointError, StateError
 from shardkit._module.fsdp_module import FSDPModule, settings_of_root
 from shardkit._module.hooks import groups_in, state_of
+from shardkit._settings import as_number
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
 
@@ -388,9 +389,14 @@ class PowerSGD:
         if not callable(rank) and (type(rank) is not int or rank < 1):
             msg = f"rank must be an int above 0, or a function, got {rank!r}."
             raise StateError(msg)
-        if start_after < 0:
-            msg = f"start_after must be at least 0, got {start_after!r}."
-            raise StateError(msg)
+        limits: dict[str, Any] = {
+            "start_after": start_after,
+            "min_compression_rate": min_compression_rate,
+        }
+        for name, value in limits.items():
+            if isinstance(value, str) or not as_number(value) >= 0:  # Also NaN.
+                msg = f"{name} must be a number of at least 0, got {value!r}."
+                raise StateError(msg)
         self._rank = rank
         self._start_after = start_after
         self._min_rate = min_compression_rate

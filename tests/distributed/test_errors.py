@@ -73,6 +73,18 @@ def mesh_with_wrong_names() -> None:
     init_device_mesh("cpu", (2,), mesh_dim_names=("replicate", "shard"))
 
 
+def mesh_with_one_name_twice() -> None:
+    init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "shard"))
+
+
+def mesh_of_a_quotient() -> None:
+    init_device_mesh("cpu", (dist.get_world_size() / 2, 2))
+
+
+def mesh_of_an_inferred_size() -> None:
+    init_device_mesh("cpu", (-1, 2))
+
+
 def unknown_reshard() -> None:
     fully_shard(nn.Linear(2, 2), reshard_after_forward="later")
 
@@ -92,6 +104,9 @@ def ignored_name_instead_of_parameter() -> None:
         (no_mesh, "MeshError", ["str"]),
         (mesh_of_wrong_size, "MeshError", ["3", "2"]),
         (mesh_with_wrong_names, "MeshError", ["mesh_dim_names"]),
+        (mesh_with_one_name_twice, "MeshError", ["each by another name", "('shard', 'shard')"]),
+        (mesh_of_a_quotient, "MeshError", ["(1.0, 2)", "Divide by //"]),
+        (mesh_of_an_inferred_size, "MeshError", ["(-1, 2)", "none is inferred"]),
         (unknown_reshard, "WrapError", ["reshard_after_forward", "later"]),
         (ignored_name_instead_of_parameter, "WrapError", ["ignored_params"]),
     ],

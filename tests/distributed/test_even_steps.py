@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from reference import make_mesh
-from shardkit import StateError, even_steps, fully_shard
+from shardkit import MeshError, StateError, even_steps, fully_shard
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -90,3 +90,8 @@ def test_a_rank_without_any_batch_is_named_on_all(spawn_errors: Spawn) -> None:
 def test_other_modes_are_refused() -> None:
     with pytest.raises(StateError, match="uneven must be one of 'stop', 'repeat', 'join'"):
         even_steps([], uneven=typing.cast("typing.Any", "drop"))
+
+
+def test_a_mode_in_the_place_of_the_mesh_is_refused() -> None:
+    with pytest.raises(MeshError, match="mesh must be a shardkit or torch DeviceMesh"):
+        even_steps([], typing.cast("typing.Any", "join"))

@@ -97,11 +97,11 @@ def even_steps(
     Raises:
         StateError: `uneven` is something else. Or one rank has not a single batch to repeat; then
             all ranks raise.
+        MeshError: `mesh` is no mesh.
 
     Cost: one all-reduce of 8 bytes per axis and step, which the host waits for.
     """
     if uneven not in _MODES:
         msg = f"uneven must be one of {', '.join(map(repr, _MODES))}, got {uneven!r}."
         raise StateError(msg)
-    device_type = "cpu" if mesh is None else mesh.device_type
-    return EvenSteps(loader, as_device_mesh(mesh, device_type=device_type), uneven)
+    return EvenSteps(loader, as_device_mesh(mesh, device_type="cpu"), uneven)

@@ -320,8 +320,8 @@ class FSDPModule(_Base):
         modules in it took all parameters, the call has no effect.
 
         Raises:
-            StateError: A module is not sharded (raised here), or is part of another root (raised
-                at its forward).
+            StateError: `modules` is one module, or a module is not sharded (raised here), or is
+                part of another root (raised at its forward).
         """
         for group in groups_in(self, recurse=False):
             group.settings.next_in_forward = _groups_of(modules)
@@ -632,8 +632,8 @@ class FSDPModule(_Base):
         Args:
             forward: Whether to gather the next module before the current one computes.
             backward: Moment when backward gathers the next module. ``"pre"``: before the current
-                one's gradients are computed (most overlap); ``"post"``: after that (less memory);
-                ``"none"``: when the next module is entered.
+                one's gradients are computed, on CPU ranks when half of them are (most overlap);
+                ``"post"``: after that (less memory); ``"none"``: when the next module is entered.
         """
         refuse_texts(StateError, forward=forward)
         state = state_of(self)
@@ -1088,6 +1088,10 @@ def _refuse_comm(self: Any, what: str, comm: object) -> None:
 
 def _groups_of(modules: Sequence[Any]) -> list[ParamGroup]:
     """Return the groups of sharded modules."""
+    if isinstance(modules, FSDPModule):  # An `nn.Sequential` would be taken for its children.
+        kind = own_class(modules).__name__
+        msg = f"expected a list of modules to prefetch, got one {kind}. Write [module]."
+        raise StateError(msg)
     refusal = (
         "{} cannot be prefetched: it is not sharded. Call fully_shard on it first, or name the "
         "sharded module that holds it."

@@ -57,7 +57,8 @@ def init_device_mesh(
 
     Raises:
         MeshError: No launcher started this process, the product of the sizes is not the world size,
-            `mesh_shape` is a number, or no device of this type can be used. Every rank raises.
+            `mesh_shape` is a number, a size is no whole number of at least 1, names are missing or
+            equal, or no device of this type can be used. Every rank raises.
 
     Cost: one process group per axis.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 import os
 import socket
 import sys
@@ -195,10 +196,16 @@ def make_torch_mesh(
         MeshError: No launcher started this process, or the mesh does not have the world's size.
     """
     world_size = world_size_or_raise()
-    if names is not None and len(names) != len(shape):
+    if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
         msg = (
-            f"mesh_dim_names must name every axis: got {names} for a mesh of shape {shape} with "
-            f"{len(shape)} axes."
+            f"mesh_dim_names must name every axis, each by another name: got {names} for a mesh of "
+            f"shape {shape} with {len(shape)} axes."
+        )
+        raise MeshError(msg)
+    if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
+        msg = (
+            f"each size of a mesh is a whole number of at least 1, got {shape}. Divide by //, and "
+            f"write all sizes: none is inferred."
         )
         raise MeshError(msg)
     wanted = math.prod(shape)

@@ -250,8 +250,8 @@ def load_full(
 
     Cost: no collectives. Each rank reads its share of the file straight into its pieces; where
     dtype or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole.
-    With `broadcast_from_rank0`, an exchange of all names, and a broadcast of every 16 MiB of each
-    tensor, over each axis of the mesh.
+    With `broadcast_from_rank0`, five exchanges, one of them of all names, and a broadcast of every
+    16 MiB of each tensor, over each axis of the mesh.
     """
     state = state_of(model)
     names_of = names_of_tensors(state)

@@ -484,8 +484,8 @@ class Config:
         device is set first, to that of ``LOCAL_RANK``.
 
         Raises:
-            MeshError: The number of ranks differs from the config, or no launcher started this
-                process.
+            MeshError: The number of ranks differs from the sizes of `parallelism_config`, or is not
+                one with ``distributed_type: NO``, or no launcher started this process.
 
         Cost: one process group per axis.
         """

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from shardkit._errors import ConfigError
 from shardkit._module.checks import check_kinds, checked_ignored, find_params
@@ -17,9 +18,9 @@ from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.planning._plan import RunPlan, plan_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from shardkit._mesh import DeviceMesh
 
@@ -110,6 +111,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     from shardkit.planning._profile import read_profile
     from shardkit.planning._run import Run, batch_on_meta, dry_run
 
+    _check_kinds(model, optimizer, autocast, loss, recompute)
     device = _device_type(device)
     options = {name: value for name, value in options.items() if value is not None}
     if "ignored_params" in options:  # Each dry run reads them.
@@ -124,7 +126,6 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if accumulate < 1:
         msg = f"accumulate must be 1 micro-batch of a step or more, got {accumulate}."
         raise ConfigError(msg)
-    _check_kinds(optimizer, autocast)
     if shard is not None and options:
         msg = f"shard takes the place of {', '.join(options)}. Pass one or the other."
         raise ConfigError(msg)
@@ -173,7 +174,16 @@ def _shape_of(mesh: int | Sequence[int], strategy: Any) -> tuple[int, ...]:
     return shape
 
 
-def _check_kinds(optimizer: Any, autocast: Any) -> None:
+def _check_kinds(model: Any, optimizer: Any, autocast: Any, loss: Any, recompute: Any) -> None:
+    if not isinstance(model, nn.Module):
+        msg = f"a plan takes a module first, which may be on meta, got {model!r}."
+        raise ConfigError(msg)
+    if loss is not None and not callable(loss):
+        msg = f"loss must be a function of the model's output, or None, got {loss!r}."
+        raise ConfigError(msg)
+    if not isinstance(recompute, (bool, Mapping)):
+        msg = f"recompute must be True, False or a dict such as {{'every': 2}}, got {recompute!r}."
+        raise ConfigError(msg)
     if not callable(optimizer) and optimizer not in (*OPTIMIZERS, None):
         msg = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function, got {optimizer!r}."
         raise ConfigError(msg)

@@ -239,7 +239,11 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 
 def _loss_of(run: Run, output: Any) -> Tensor:
     if run.loss is not None:
-        return run.loss(output)
+        made: object = run.loss(output)
+        if not isinstance(made, Tensor):
+            msg = f"loss returned {made!r} for the model's output. Return the loss, a tensor."
+            raise ConfigError(msg)
+        return made
     if isinstance(output, Mapping):
         found = output.get("loss")
     else:

@@ -452,6 +452,10 @@ BAD_SETTINGS: dict[str, tuple[Callable[[typing.Any], object], str]] = {
         lambda m: m[0].set_modules_to_backward_prefetch(["2"]),
         "str cannot be prefetched",
     ),
+    "prefetch no list": (
+        lambda m: m[0].set_modules_to_forward_prefetch(m[2]),
+        r"a list of modules to prefetch, got one Linear. Write \[module\]",
+    ),
     "policy": (lambda m: m.set_prefetch_policy(backward="before"), "'pre', 'post' or 'none'"),
     "reshard int": (lambda m: m.set_reshard_after_forward(2), "must be True or False, got 2"),
     "buffers 0": (lambda m: m.set_reduce_scatter_max_input_buffers(0), "at least 1, got 0"),

@@ -484,6 +484,14 @@ def test_arguments_that_fit_nothing_are_refused() -> None:
         planned(optimizer=AdamW([nn.Parameter(torch.zeros(1))]))
     with pytest.raises(ConfigError, match="shard takes the place of policy"):
         planned(shard=lambda *_: None)
+    with pytest.raises(ConfigError, match=r"loss must be a function .* got 'mean'"):
+        planned(loss="mean")
+    with pytest.raises(ConfigError, match="loss returned None for the model's output"):
+        planned(loss=lambda _: None)
+    with pytest.raises(ConfigError, match="recompute must be True, False or a dict"):
+        planned(recompute="yes")
+    with pytest.raises(ConfigError, match=r"a plan takes a module first.* got <class"):
+        plan(typing.cast("typing.Any", Mlp), torch.empty(2, 8), mesh=2)
 
 
 def test_a_process_with_a_process_group_cannot_plan(tmp_path: typing.Any) -> None:

@@ -350,10 +350,20 @@ class Watchdog:
             place = (bottom.host, bottom.port, self.world_size, self.rank)
             process = (os.getpid(), time.time(), machine_id(), start_of(os.getpid()))
             self._file = runs.register(runs.RankFile(self._store.run, *place, *process))
+        # A thread that makes a process group waits in torch's connection. Then the store has not
+        # stopped to answer: others must be able to answer and to ask over connections made before.
+        with contextlib.suppress(RuntimeError):  # Otherwise each thread makes its own.
+            self._free_stores += [self._store.clone() for _ in range(2)]
         for name, target in (("answers", self._listen), ("clock", self._tick)):
             thread = threading.Thread(target=target, name=f"shardkit-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def _own_store(self) -> RunStore:
+        """Return the store over a connection of the calling thread's own."""
+        with self.lock:
+            store = self._free_stores.pop() if self._free_stores else None
+        return store or self._store.clone()
 
     def begin_step(self) -> None:
         """Note where a root's forward begins, for the error if ranks diverge later."""
@@ -427,9 +437,7 @@ class Watchdog:
         store: RunStore | None = None
         try:
             # Use a separate connection: this wait must not block threads that it may wait for.
-            with self.lock:
-                store = self._free_stores.pop() if self._free_stores else None
-            store = store or self._store.clone()
+            store = self._own_store()
             if store.add(key, 1) == size:
                 store.set(go, _GO)
                 if old:  # All ranks have passed the old key, since all have come here.
@@ -543,7 +551,7 @@ class Watchdog:
         try:
             with self._asking:
                 if self._rounds is None:
-                    self._rounds = Rounds(self._store.clone(), self.world_size, self.rank)
+                    self._rounds = Rounds(self._own_store(), self.world_size, self.rank)
                 with self.lock:
                     waits = [wait for wait in self._waits.values() if wait.is_main]
                 awaited = f"{id(waits[0])} {waits[0].since}" if waits else None
@@ -695,7 +703,7 @@ class Watchdog:
         while not is_over():
             try:
                 if store is None:
-                    store = self._store.clone()
+                    store = self._own_store()
                     self._answering = Answering(store, self.rank, self.status)
                 answering = self._answering
                 assert answering is not None, "it was made with the store"
