@@ -344,16 +344,16 @@ class Watchdog:
     def _start(self) -> None:
         """Let others find this process, and begin to answer."""
         MainThread.now = threading.current_thread()
+        # A thread that makes a process group, or waits for a key, waits in torch's connection. Then
+        # the store has not stopped to answer, so the watch uses it no more.
+        with contextlib.suppress(RuntimeError):
+            self._store = self._store.clone()
         self._store.set(f"hello/{self.rank}", hello(socket.gethostname(), os.getpid()))
         bottom = self._store.connection
         if hasattr(bottom, "port"):  # Then `python -m shardkit why` can reach the store.
             place = (bottom.host, bottom.port, self.world_size, self.rank)
             process = (os.getpid(), time.time(), machine_id(), start_of(os.getpid()))
             self._file = runs.register(runs.RankFile(self._store.run, *place, *process))
-        # A thread that makes a process group waits in torch's connection. Then the store has not
-        # stopped to answer: others must be able to answer and to ask over connections made before.
-        with contextlib.suppress(RuntimeError):  # Otherwise each thread makes its own.
-            self._free_stores += [self._store.clone() for _ in range(2)]
         for name, target in (("answers", self._listen), ("clock", self._tick)):
             thread = threading.Thread(target=target, name=f"shardkit-{name}", daemon=True)
             self._threads.append(thread)

@@ -301,7 +301,6 @@ def test_threads_that_count_in_do_not_wait_behind_each_other() -> None:
     for rank in ranks:
         rank._is_in_use = lambda: True  # type: ignore[method-assign]  # noqa: SLF001
     ranks[1]._store = ranks[0]._store.clone()  # noqa: SLF001 - ranks of one run
-    ranks[1]._free_stores.clear()  # noqa: SLF001 - made for another run
     threads = []
     try:
         for rank, keys in zip(ranks, [("main", "save"), ("save", "main")], strict=True):
