@@ -329,6 +329,7 @@ class Watchdog:
         self._asking = threading.Lock()
         self._asker: threading.Thread | None = None
         self._asked_since = 0.0
+        self._awake_since = self._looked_at = time.monotonic()
         self._rounds: Rounds | None = None
         self._asked_for: str | None = None
         self._complained = 0.0
@@ -495,10 +496,14 @@ class Watchdog:
             MainThread.now = threading.main_thread()
         self._see_call()
         now = time.monotonic()
+        if now - self._looked_at > _STUCK_S:  # It was stopped, and the store perhaps as well.
+            self._awake_since = now
+        self._looked_at = now
         if self._asker is not None and self._asker.is_alive():
             # A watchdog without its own connection makes one first.
             rounds, asks_for_s = self._rounds, now - self._asked_since
-            self._judge_store(rounds.store.silent_s if rounds is not None else asks_for_s)
+            silent_s = rounds.store.silent_s if rounds is not None else asks_for_s
+            self._judge_store(min(silent_s, now - self._awake_since))
             return
         for wait in self._all_waits(watch_settings.ask_after_s):
             if now < wait.next_look or self.final_text is not None:

@@ -292,6 +292,22 @@ def test_the_end_of_a_script_ends_no_agreement(watchdog: Watchdog) -> None:
     assert not counts.is_alive()
 
 
+def test_time_in_which_this_process_was_stopped_is_no_silence_of_the_store(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job was stopped as a whole while a request was on its way, and went on."""
+    judged: list[float] = []
+    monkeypatch.setattr(watchdog, "_judge_store", judged.append)
+    rounds = types.SimpleNamespace(store=types.SimpleNamespace(silent_s=100.0))
+    monkeypatch.setattr(watchdog, "_rounds", rounds)
+    monkeypatch.setattr(watchdog, "_awake_since", time.monotonic() - 200, raising=False)
+    monkeypatch.setattr(watchdog, "_looked_at", time.monotonic() - 100, raising=False)
+    monkeypatch.setattr(watchdog, "_asker", threading.current_thread())
+    watchdog._look()  # noqa: SLF001 - its clock does so
+    assert judged
+    assert max(judged) < 50
+
+
 def test_threads_that_count_in_do_not_wait_behind_each_other() -> None:
     """As one that saves and the main one: on the other rank they come in the other order."""
     server: typing.Any = dist.TCPStore(  # type: ignore[attr-defined]
