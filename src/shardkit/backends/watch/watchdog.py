@@ -360,12 +360,6 @@ class Watchdog:
             self._threads.append(thread)
             thread.start()
 
-    def _own_store(self) -> RunStore:
-        """Return the store over a connection of the calling thread's own."""
-        with self.lock:
-            store = self._free_stores.pop() if self._free_stores else None
-        return store or self._store.clone()
-
     def begin_step(self) -> None:
         """Note where a root's forward begins, for the error if ranks diverge later."""
         if not self.step:
@@ -438,7 +432,9 @@ class Watchdog:
         store: RunStore | None = None
         try:
             # Use a separate connection: this wait must not block threads that it may wait for.
-            store = self._own_store()
+            with self.lock:
+                store = self._free_stores.pop() if self._free_stores else None
+            store = store or self._store.clone()
             if store.add(key, 1) == size:
                 store.set(go, _GO)
                 if old:  # All ranks have passed the old key, since all have come here.
@@ -556,7 +552,7 @@ class Watchdog:
         try:
             with self._asking:
                 if self._rounds is None:
-                    self._rounds = Rounds(self._own_store(), self.world_size, self.rank)
+                    self._rounds = Rounds(self._store.clone(), self.world_size, self.rank)
                 with self.lock:
                     waits = [wait for wait in self._waits.values() if wait.is_main]
                 awaited = f"{id(waits[0])} {waits[0].since}" if waits else None
@@ -708,7 +704,7 @@ class Watchdog:
         while not is_over():
             try:
                 if store is None:
-                    store = self._own_store()
+                    store = self._store.clone()
                     self._answering = Answering(store, self.rank, self.status)
                 answering = self._answering
                 assert answering is not None, "it was made with the store"
