@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _CONFIRM_S = 1.0
 _now = time.monotonic
 _DETAILS_S = 1.0
-_RESULT_S = 15.0  # An asker that takes longer has died.
 _LOOK_S = 2.0
+_MORE_RESULT_S = 11.0  # An asker that takes longer, after the time for answers, has died.
 _MAX_ROUNDS = 3
 _MAX_WITH_ALL_DETAILS = 16
 _NUM_KEPT = 16  # Rounds whose results are kept: new rounds may come faster than a rank reads.
@@ -116,11 +116,10 @@ class Rounds:
         diagnosis = None
         self._known = {rank: state for rank, state in self._known.items() if state == "gone"}
         for _ in range(_MAX_ROUNDS):
-            number = self.store.add("rounds", 0) + 1
-            if not self.store.claim(f"asks/{number}", str(self._rank)):
-                return self._result_of(number)
-            result = self._ask_round(number)
+            result = self._ask_or_join()
             diagnosis = result.diagnosis
+            if self._rank < 0 and not self.statuses:
+                continue  # A process outside of the run shows all statuses, so it asks itself.
             if diagnosis is None or diagnosis.is_final:
                 break
             if diagnosis.suspicion:
@@ -129,23 +128,39 @@ class Rounds:
                 break
         return diagnosis
 
-    def _result_of(self, number: int) -> Diagnosis | None:
-        """Return the diagnosis of another asker in a round."""
-        if not self.store.await_keys([f"result/{number}"], _RESULT_S):
+    def _ask_or_join(self) -> Result:
+        """Return the result of a round: of the one that runs, if there is one, else of a new one.
+
+        A rank that answers a round waits for its result before it answers the next one, so ranks
+        would seem silent to whoever asks in between.
+        """
+        number = self.store.add("rounds", 0)
+        if not number or self.store.has(f"result/{number}"):
+            number += 1
+            if self.store.claim(f"asks/{number}", str(self._rank)):
+                return self._ask_round(number)
+        return self._result_of(number)
+
+    def _result_of(self, number: int) -> Result:
+        """Return the result of another asker's round."""
+        self.statuses = []
+        self._suspicion = ""
+        if not self.store.await_keys([f"result/{number}"], _result_s()):
             # The asker has ended. The next rank that asks begins another round.
+            self.store.claim(f"result/{number}", to_text(Result()))
             if self.store.add("rounds", 0) < number:
                 self.store.set("rounds", str(number))
                 self._wake(number)
-            return None
+            return Result()
         result = Result.load(self.store.get(f"result/{number}"))
-        self.statuses = []
-        self._suspicion = ""
+        if result.diagnosis is not None:
+            self._suspicion = result.diagnosis.suspicion
         for rank in range(self._world_size):
             if rank in result.silent:
                 self._silent_since.setdefault(rank, _now())
             else:
                 self._silent_since.pop(rank, None)
-        return result.diagnosis
+        return result
 
     def _ask_round(self, number: int) -> Result:
         store = self.store
@@ -285,7 +300,10 @@ class Answering:
         self._rank = rank
         self._status = status
         self._number = store.add("rounds", 0)
+        if store.has(f"wake/{rank}/{self._number}"):  # That round runs: it can still be answered.
+            self._number -= 1
         self._answered = 0
+        self.answered_at = 0.0  # Time of the last answer, of `time.monotonic`.
 
     @property
     def wake_key(self) -> str:
@@ -306,19 +324,25 @@ class Answering:
         self._number = number = self._number + 1
         if is_over() or store.has(self.wake_key):  # A later round has begun meanwhile.
             return Result()
+        self.answered_at = _now()
         status = self._status()
         store.set(f"answer/{number}/{rank}", status.dump(details=False))
         store.set(f"details/{rank}", f"{number} {status.dump()}")
         if self._answered:
             store.delete(f"answer/{self._answered}/{rank}")
         self._answered = number
-        if not store.await_keys([f"result/{number}"], _RESULT_S, is_over):
+        if not store.await_keys([f"result/{number}"], _result_s(), is_over):
             return Result()
         result = Result.load(store.get(f"result/{number}"))
         if asked := result.look.get(str(rank)):
             seen = {str(other.rank): process_state(other.pid, other.start) for other in asked}
             store.set(f"looked/{number}/{rank}", json.dumps(seen))
         return result
+
+
+def _result_s() -> float:
+    """Return the seconds after which a round without a result has lost its asker."""
+    return watch_settings.answer_s + _MORE_RESULT_S
 
 
 def hello(host: str, pid: int) -> str:

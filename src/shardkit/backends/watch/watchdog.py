@@ -632,10 +632,11 @@ class Watchdog:
 
     def _tell(self, diagnosis: Diagnosis) -> None:
         """Log who is awaited, and again each time the wait is six times as long."""
-        if diagnosis.told_by != self.rank:
+        if diagnosis.told_by != self.rank or self._answering is None:
             return
         for wait in self._all_waits(watch_settings.ask_after_s):
-            if wait.is_main and wait.for_s >= wait.next_word:
+            is_meant = wait.is_main and wait.since <= self._answering.answered_at
+            if is_meant and wait.for_s >= wait.next_word:
                 wait.next_word = wait.for_s * _MORE_WORDS
                 logger.warning("%s", diagnosis.text)
                 return

@@ -139,11 +139,61 @@ def test_who_comes_second_reads_what_the_first_found(store: RunStore) -> None:
     assert store.add("rounds", 0) == 0
 
 
+@pytest.mark.parametrize("rank", [1, -1], ids=["a rank", "who looks on"])
+def test_who_asks_while_a_round_runs_waits_for_it(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The ranks that answer the round wait for its result, and would seem silent."""
+    monkeypatch.setattr(watch_settings, "answer_s", 0.1)
+    with answering(store, waiting(0), RankStatus(1)):
+        store.claim("asks/1", "0")
+        store.set("rounds", "1")
+        store.set_all({"wake/0/1": "", "wake/1/1": ""})
+        assert store.await_keys(["answer/1/0", "answer/1/1"], 10)
+        found = to_text(Result(Diagnosis(is_final=False, text="of the first")))
+        threading.Timer(0.5, store.clone().set, ["result/1", found]).start()
+        asker = Rounds(store.clone(), 2, rank)
+        diagnosis = asker.ask()
+    assert diagnosis is not None
+    assert (diagnosis.text == "of the first") == (rank == 1)
+    assert [status.state for status in asker.statuses] == ([] if rank == 1 else ["runs", "runs"])
+
+
+def test_a_rank_that_begins_while_a_round_runs_answers_it(store: RunStore) -> None:
+    store.claim("asks/1", "0")
+    store.set("rounds", "1")
+    store.set_all({"wake/0/1": "", "wake/1/1": ""})
+    with answering(store, RankStatus(1)):
+        assert store.await_keys(["answer/1/1"], 10)
+        store.set("result/1", to_text(Result()))
+    begun_later = Answering(store, 1, lambda: RankStatus(1))
+    assert begun_later.wake_key == "wake/1/2"
+
+
+def test_what_another_asker_suspects_is_looked_at_again(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CONFIRM_S", 0.0)
+    call = CallStatus("barrier", "0", [0, 1], 7, 3.0)
+    one = RankStatus(1, groups={"0": GroupStatus([0, 1], 0)}, call=call, place=CodePlace("a.py", 3))
+    with answering(store, waiting(0), one):
+        first = Rounds(store.clone(), 2, 0)
+        result = first._ask_or_join()  # noqa: SLF001
+        assert result.diagnosis is not None
+        store.delete("result/1")  # It is still on its way.
+        threading.Timer(0.2, store.clone().set, ["result/1", to_text(result)]).start()
+        second = Rounds(store.clone(), 2, 1)
+        diagnosis = second.ask()
+    assert diagnosis is not None
+    assert diagnosis.is_final
+    assert second.num_rounds == 1
+
+
 def test_where_the_asker_died_the_next_round_can_begin(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had not woken anybody, or not all."""
-    monkeypatch.setattr(module, "_RESULT_S", 0.1)
+    monkeypatch.setattr(module, "_MORE_RESULT_S", -watch_settings.answer_s + 0.1)
     store.claim("asks/1", "0")
     with answering(store, RankStatus(0), RankStatus(1)):
         asker = Rounds(store, 2, 1)

@@ -226,8 +226,32 @@ def test_a_wait_is_told_of_again_when_it_is_six_times_as_long(
     with watchdog.watching(wait):
         for for_s in range(1, 300):
             wait.since = time.monotonic() - for_s
+            answer(watchdog)
             watchdog._take_up(passing, watchdog._store)  # noqa: SLF001
     assert caplog.text.count("rank 0 waits") == 2  # After 10 and 60 s; next after 360.
+
+
+def answer(watchdog: Watchdog) -> None:
+    """Let a process answer a round that begins now."""
+    assert watchdog._answering is not None  # noqa: SLF001
+    watchdog._answering.answered_at = time.monotonic()  # noqa: SLF001
+
+
+def test_a_round_before_a_wait_says_nothing_of_it(
+    watchdog: Watchdog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round that lasts may end when its ranks wait for something else, which is told later."""
+    passing = Diagnosis(is_final=False, text="rank 0 waits", told_by=0)
+    monkeypatch.setattr(watchdog, "_look", lambda: None)
+    monkeypatch.setattr(watch_settings, "ask_after_s", 0.1)
+    answer(watchdog)
+    with watchdog.watching(CollectiveWait("0", 3, LAYER)):
+        time.sleep(0.2)
+        watchdog._take_up(passing, watchdog._store)  # noqa: SLF001
+        assert not caplog.text
+        answer(watchdog)
+        watchdog._take_up(passing, watchdog._store)  # noqa: SLF001
+        assert "rank 0 waits" in caplog.text
 
 
 def test_what_a_rank_tells_is_of_one_moment(
