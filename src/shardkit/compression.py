@@ -139,12 +139,7 @@ def _all_reduce_as(tensor: Tensor, dtype: torch.dtype, axis: SumAxis, unit: floa
 
 
 class LossScale:
-    """A number, or a GradScaler that is read in every backward.
-
-    Attributes:
-        value: The scale at the last read.
-        may_skip: Whether steps are skipped when gradients overflow.
-    """
+    """A number, or a GradScaler that is read in every backward."""
 
     def __init__(self, source: Any) -> None:
         is_number = isinstance(source, int | float)
@@ -156,7 +151,8 @@ class LossScale:
             raise StateError(msg)
         self._scaler = None if is_number else source
         self._growth = 0
-        self.value = float(source) if is_number else 1.0
+        self.value = float(source) if is_number else 1.0  # The scale at the last read.
+        # Whether steps are skipped when gradients overflow.
         self.may_skip = self._scaler is not None and self._scaler.is_enabled()
         self.read()
 

@@ -57,17 +57,13 @@ _ATTENTION = frozenset(
 
 @dataclass(frozen=True)
 class SavedOperators:
-    """Which outputs are kept. Operators are given by name, because they cannot be pickled.
+    """Which outputs are kept. Operators are given by name, because they cannot be pickled."""
 
-    Attributes:
-        names: Names ``namespace::operator``, for all overloads; higher-order operators have bare
-            names.
-        counted: Operators of which only every second call is kept, the first one included.
-        decide: A user's function that decides instead; see `create_selective_checkpoint_contexts`.
-    """
-
+    # Names ``namespace::operator``, for all overloads; higher-order operators have bare names.
     names: frozenset[str] = frozenset()
+    # Operators of which only every second call is kept, the first one included.
     counted: frozenset[str] = frozenset()
+    # A user's function that decides instead; see `create_selective_checkpoint_contexts`.
     decide: Callable[..., Any] | None = None
 
     @classmethod

@@ -76,27 +76,20 @@ class _OpenForward:
 
 
 class ModuleState:
-    """State that `fully_shard` keeps of one module.
-
-    Attributes:
-        module: The module.
-        group: The group of its parameters, or None if there were none left to take.
-        policy: Dtypes.
-        runtime: Runtime that all groups of the root share; made at the root's first forward.
-        settings: The choices of users, in effect if this is the root.
-        share: Another root whose streams and memory this one uses.
-        emptied: Buffers that a conversion of this module gave memory but no values.
-    """
+    """State that `fully_shard` keeps of one module."""
 
     def __init__(
         self, module: nn.Module, group: ParamGroup | None, policy: MixedPrecisionPolicy
     ) -> None:
-        self.module = module
-        self.group = group
-        self.policy = policy
+        self.module = module  # The module.
+        self.group = group  # The group of its parameters, or None if there were none left to take.
+        self.policy = policy  # Dtypes.
+        # Runtime that all groups of the root share; made at the root's first forward.
         self.runtime: Runtime | None = None
-        self.settings = RootSettings()
+        self.settings = RootSettings()  # The choices of users, in effect if this is the root.
+        # Another root whose streams and memory this one uses.
         self.share: ModuleState | None = None
+        # Buffers that a conversion of this module gave memory but no values.
         self.emptied: list[Emptied] = []
         self._open: list[_OpenForward] = []
         self._num_known = 0

@@ -259,12 +259,9 @@ class StandIns(TorchFunctionMode):
         take: A function that is called with the name, the tensor and its values, for tensors of
             modules inside, if these may have been written. It decides which values to keep. Their
             memory is freed after the call.
-
-    Attributes:
-        is_touched: Whether a function of torch got a tensor of modules inside.
     """
 
-    is_touched = False
+    is_touched = False  # Whether a function of torch got a tensor of modules inside.
 
     def __init__(
         self,

@@ -73,13 +73,10 @@ class WholeValues:
     Args:
         entries: The parameters, before they are cut; parameters on meta, and those of classes that
             gather themselves, are left out.
-
-    Attributes:
-        versions: Versions of the shards when they were cut.
     """
 
     def __init__(self, entries: Iterable[ParamEntry] = ()) -> None:
-        self.versions: tuple[int, ...] = ()
+        self.versions: tuple[int, ...] = ()  # Versions of the shards when they were cut.
         self._by_entry: dict[int, Tensor] = {}
         if watch_settings.compare_values:
             for entry in entries:
@@ -139,30 +136,23 @@ def settled(param: Any) -> Any:
 
 
 class Bucket:
-    """Parameters, the modules that hold them, and their store. Nothing changes before `swap_in`.
+    """Parameters, the modules that hold them, and their store. Nothing changes before `swap_in`."""
 
-    Attributes:
-        store: Store of the bucket.
-        plan: Dtypes and devices.
-        entries: The parameters, and every module that holds one.
-        sites: Places of the parameters; they exchange what modules hold.
-        group: Weak reference to the group that the bucket is part of, once that is made.
-        was_trainable: Flags of the parameters: whether each required gradients when its last
-            forward ended. Empty before the first forward.
-        around_if_trained: Mesh for `lie_within`, to be used from the first forward on in which one
-            of the parameters is trained; None: training changes nothing.
-        has_copies: Whether other ranks of the mesh around hold copies of the parameters.
-    """
-
+    # Weak reference to the group that the bucket is part of, once that is made.
     group: weakref.ref[Any] | None = None
+    # Flags of the parameters: whether each required gradients when its last forward ended. Empty
+    # before the first forward.
     was_trainable: Sequence[bool] = ()
+    # Mesh for `lie_within`, to be used from the first forward on in which one of the parameters is
+    # trained; None: training changes nothing.
     around_if_trained: DeviceMesh | None = None
+    # Whether other ranks of the mesh around hold copies of the parameters.
     has_copies: bool = False
 
     def __init__(self, store: Store) -> None:
-        self.store = store
-        self.plan = store.plan
-        self.entries = store.entries
+        self.store = store  # Store of the bucket.
+        self.plan = store.plan  # Dtypes and devices.
+        self.entries = store.entries  # The parameters, and every module that holds one.
         self._replacements = [
             None if isinstance(entry.param, ShardedTensor) else self._new_sharded(i)
             for i, entry in enumerate(self.entries)
@@ -170,6 +160,7 @@ class Bucket:
         for spec, entry, unsharded in zip(store.specs, self.entries, store.unsharded, strict=True):
             spec.entry, spec.unsharded = weakref.ref(entry), weakref.ref(unsharded)
         _showing.update({id(param): self for param in store.unsharded})
+        # Places of the parameters; they exchange what modules hold.
         self.sites = ParamSites(self.entries, store.unsharded)
 
     def lie_within(self, mesh: DeviceMesh) -> None:

@@ -174,23 +174,14 @@ def _store_class(
 
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
-    """A bucket before it is made.
+    """A bucket before it is made."""
 
-    Attributes:
-        plan: Dtypes and devices that apply once the parameters have values.
-        layout: Layout of the bucket.
-        nbytes: Size of the parameters in their storage dtype, on all ranks together, in bytes.
-        shard_nbytes: Size of this rank's shard in bytes.
-        unsharded_nbytes: Size of the unsharded buffer in bytes; 0 if that is the shard itself.
-        is_trainable: Whether its gradients are reduced.
-    """
-
-    plan: BucketPlan
-    layout: FlatLayout | EvenLayout
-    nbytes: int
-    shard_nbytes: int
-    unsharded_nbytes: int
-    is_trainable: bool
+    plan: BucketPlan  # Dtypes and devices that apply once the parameters have values.
+    layout: FlatLayout | EvenLayout  # Layout of the bucket.
+    nbytes: int  # Size of the parameters in their storage dtype, on all ranks together, in bytes.
+    shard_nbytes: int  # Size of this rank's shard in bytes.
+    unsharded_nbytes: int  # Size of the unsharded buffer in bytes; 0 if that is the shard itself.
+    is_trainable: bool  # Whether its gradients are reduced.
 
     @property
     def padding_nbytes(self) -> int:

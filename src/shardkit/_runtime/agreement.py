@@ -77,32 +77,22 @@ def note_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 class Steps(NamedTuple):
-    """Steps and settings of an optimizer.
+    """Steps and settings of an optimizer."""
 
-    Attributes:
-        kind: Name of its class.
-        settings: Settings of its parameter groups, if they are compared: for each group the name of
-            its first sharded parameter, its settings in words, and a digest of all such names.
-        num_taken: Number of its steps since settings were compared.
-    """
-
-    kind: str
+    kind: str  # Name of its class.
+    # Settings of its parameter groups, if they are compared: for each group the name of its first
+    # sharded parameter, its settings in words, and a digest of all such names.
     settings: tuple[tuple[str, str, int], ...]
-    num_taken: int
+    num_taken: int  # Number of its steps since settings were compared.
 
 
 class TakenActions(NamedTuple):
-    """Actions of this rank, which are not compared yet.
+    """Actions of this rank, which are not compared yet."""
 
-    Attributes:
-        steps: Steps of optimizers.
-        pickled: Name of a piece that was pickled, or "".
-        is_complete: Whether all optimizers exist whose steps are not compared yet. Python collects
-            those in a cycle, as schedulers make one, at another time on each rank.
-    """
-
-    steps: list[Steps]
-    pickled: str
+    steps: list[Steps]  # Steps of optimizers.
+    pickled: str  # Name of a piece that was pickled, or "".
+    # Whether all optimizers exist whose steps are not compared yet. Python collects those in a
+    # cycle, as schedulers make one, at another time on each rank.
     is_complete: bool
 
 
@@ -321,14 +311,10 @@ def hold_equal_values(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> bool:
 
 @dataclass(frozen=True)
 class ComparedMesh:
-    """A mesh on which parameters of a root lie, and over which ranks compare them.
+    """A mesh on which parameters of a root lie, and over which ranks compare them."""
 
-    Attributes:
-        axes: Axes of several ranks.
-        is_of: Axes of the buckets on this mesh (`BucketPlan.axes`); None: all buckets of the root.
-    """
-
-    axes: Sequence[AxisComm]
+    axes: Sequence[AxisComm]  # Axes of several ranks.
+    # Axes of the buckets on this mesh (`BucketPlan.axes`); None: all buckets of the root.
     is_of: tuple[AxisComm, ...] | None = None
 
     def has(self, bucket: Bucket) -> bool:

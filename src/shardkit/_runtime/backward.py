@@ -147,22 +147,18 @@ _numbers = itertools.count(1)  # One count per process: a forward may outlive it
 
 @dataclass(eq=False)
 class Backward:
-    """Handler of a backward's `events`, which gathers, collects gradients and reduces.
-
-    Attributes:
-        is_running: Whether a backward has begun whose end was not reported yet.
-        finite_notes: Notes of which gradients of this rank were finite, if users want them.
-        recover: Function that cleans up after a backward that an exception has ended; None: none
-            has, or that is done.
-    """
+    """Handler of a backward's `events`, which gathers, collects gradients and reduces."""
 
     _groups: Sequence[ParamGroup]
     _schedule: UnshardSchedule
     _gathers: Gathers
     _reductions: Reductions
     _passes: Passes
-    is_running: bool = False
+    is_running: bool = False  # Whether a backward has begun whose end was not reported yet.
+    # Notes of which gradients of this rank were finite, if users want them.
     finite_notes: FiniteNotes = field(default_factory=FiniteNotes)
+    # Function that cleans up after a backward that an exception has ended; None: none has, or that
+    # is done.
     recover: Callable[[], None] | None = None
     _any_fired: bool = False
     _makes_graph: bool = False

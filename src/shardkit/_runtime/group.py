@@ -635,19 +635,12 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class KnownValue:
-    """Facts about a parameter that ranks compare.
+    """Facts about a parameter that ranks compare."""
 
-    Attributes:
-        number: Number of the parameter's values; 0 if nothing is known of them.
-        is_written: Whether it was written on this rank since ranks compared.
-        is_empty: Whether it was not written, and this rank has no piece that could be.
-        piece: First element, end and fingerprint of this rank's piece, as it is now; None: it was
-            not read.
-    """
-
-    number: int
-    is_written: bool = False
-    is_empty: bool = False
+    number: int  # Number of the parameter's values; 0 if nothing is known of them.
+    is_written: bool = False  # Whether it was written on this rank since ranks compared.
+    is_empty: bool = False  # Whether it was not written, and this rank has no piece that could be.
+    # First element, end and fingerprint of this rank's piece, as it is now; None: it was not read.
     piece: tuple[int, int, int] | None = None
 
 

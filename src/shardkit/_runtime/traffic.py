@@ -209,15 +209,7 @@ def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
 
 
 class Gathers:
-    """Executor of the schedule's actions: gather, prefetch, wait, free.
-
-    Attributes:
-        nbytes: Bytes of unsharded memory that exist now.
-        peak_nbytes: Largest value of `nbytes` so far.
-        in_trained_layer: Whether backward is inside a layer whose gradients come now.
-        report: Function that reports gathers and frees, if there is one.
-        make_room: Function called before a late prefetch of a group, so that memory is free.
-    """
+    """Executor of the schedule's actions: gather, prefetch, wait, free."""
 
     def __init__(
         self,
@@ -226,10 +218,13 @@ class Gathers:
         streams: CommStreams,
         slots: SlotPool,
     ) -> None:
-        self.nbytes = 0
-        self.peak_nbytes = 0
+        self.nbytes = 0  # Bytes of unsharded memory that exist now.
+        self.peak_nbytes = 0  # Largest value of `nbytes` so far.
+        # Whether backward is inside a layer whose gradients come now.
         self.in_trained_layer = False
+        # Function that reports gathers and frees, if there is one.
         self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
+        # Function called before a late prefetch of a group, so that memory is free.
         self.make_room: Callable[[ParamGroup], None] = lambda _: None
         self._begun: set[int] = set()  # Groups that are gathered, or will be.
         self._groups = groups
@@ -473,14 +468,6 @@ class Reductions:
         batch_nbytes: Limit in bytes: neighbours whose sizes add up to less than this are sent
             together.
         before_start: Function called before reductions are started.
-
-    Attributes:
-        order: Order in which groups are reduced.
-        report: Function that reports reductions, if there is one.
-        peak_nbytes: Largest number of bytes that buffers of reductions took so far.
-        waits_at_end: Whether the end of a backward waits for its reductions, if it is the last.
-        unended: Groups of backwards that did not wait for their reductions, and for which nobody
-            has waited since.
     """
 
     def __init__(
@@ -493,11 +480,15 @@ class Reductions:
         batch_nbytes: int,
         before_start: Callable[[], None],
     ) -> None:
-        self.order = ReduceOrder()
-        self.peak_nbytes = 0
+        self.order = ReduceOrder()  # Order in which groups are reduced.
+        self.peak_nbytes = 0  # Largest number of bytes that buffers of reductions took so far.
+        # Whether the end of a backward waits for its reductions, if it is the last.
         self.waits_at_end = True
+        # Groups of backwards that did not wait for their reductions, and for which nobody has
+        # waited since.
         self.unended: Sequence[ParamGroup] = ()
         self._groups = groups
+        # Function that reports reductions, if there is one.
         self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
         self._streams = streams
         self._slots = slots

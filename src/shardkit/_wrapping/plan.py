@@ -505,11 +505,7 @@ def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Param
 
 
 class _Rehearsal:
-    """Steps of the schedule alone; modules run once each, in the order of their definition.
-
-    Attributes:
-        peak_nbytes: The most unsharded bytes at one time, from the first step on.
-    """
+    """Steps of the schedule alone; modules run once each, in the order of their definition."""
 
     def __init__(
         self,
@@ -533,7 +529,7 @@ class _Rehearsal:
         options.no_reshard_after_backward = set(range(len(groups))) if stays else set()
         self._group_of = {id(m): i for i, (_, modules) in enumerate(groups) for m in modules}
         self._nbytes = 0
-        self.peak_nbytes = 0
+        self.peak_nbytes = 0  # The most unsharded bytes at one time, from the first step on.
 
     def count_gathers(self, micro_batches: int) -> list[int]:
         """Return the number of gathers of each group, in a step of some micro-batches."""

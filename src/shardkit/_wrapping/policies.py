@@ -36,22 +36,17 @@ _Label = TypeVar("_Label")
 
 
 class ModuleTree:
-    """The modules of a model, each once, under the first of its names.
-
-    Attributes:
-        model: The root.
-        modules: Modules by name, parents before their children; the root's name is empty.
-        closed: Ids of modules inside of others that use their weights without calling them.
-        class_name: Name of the root's class.
-    """
+    """The modules of a model, each once, under the first of its names."""
 
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
-        self.model = model
+        self.model = model  # The root.
+        # Modules by name, parents before their children; the root's name is empty.
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self._names = {id(module): name for name, module in self.modules.items()}
         self._param_names = {id(param): name for name, param in model.named_parameters()}
         self._ignored = {id(param) for param in ignored}
-        self.class_name = own_class(model).__name__
+        self.class_name = own_class(model).__name__  # Name of the root's class.
+        # Ids of modules inside of others that use their weights without calling them.
         self.closed: set[int] = set()
         for module in self.modules.values():
             if isinstance(module, _CLOSED):

@@ -54,10 +54,6 @@ class DirectExchange:
         of: Exchanges that all end when this one is not done in time.
         narrow_nbytes: Bytes of another form of what ranks send, such as values of fewer bytes. What
             comes in this form fills the beginning of a target. None: there is none.
-
-    Attributes:
-        tables: Tables for the other ranks: address and bytes of each tensor that they read.
-        nbytes: Bytes that came from each other rank.
     """
 
     def __init__(
@@ -69,8 +65,9 @@ class DirectExchange:
     ) -> None:
         self.sources: Sequence[Sequence[Tensor]] = sources
         self.targets: Sequence[Tensor] = targets
+        # Tables for the other ranks: address and bytes of each tensor that they read.
         self.tables = [_table_of(each) for each in sources]
-        self.nbytes = [0] * len(targets)
+        self.nbytes = [0] * len(targets)  # Bytes that came from each other rank.
         self._narrow_nbytes = narrow_nbytes
         self.num_missing = [2] * len(sources)  # For each rank: one to read, one to be read.
         self._of = of

@@ -69,16 +69,11 @@ _SHARED_NBYTES = 2 << 20
 
 
 class GlooAxis(ProcessGroupAxis):
-    """An axis with a second process group for reductions, and other ways within one host.
+    """An axis with a second process group for reductions, and other ways within one host."""
 
-    Attributes:
-        reduce_group: Second process group, when it is made.
-        shared: Memory that the ranks share; None if they cannot.
-        direct: Direct reads of what they do not share; None: gloo sends it.
-    """
-
-    reduce_group: dist.ProcessGroup | None = None
-    shared: SharedMemory | None = None
+    reduce_group: dist.ProcessGroup | None = None  # Second process group, when it is made.
+    shared: SharedMemory | None = None  # Memory that the ranks share; None if they cannot.
+    # Direct reads of what they do not share; None: gloo sends it.
     direct: DirectReads | None = None
 
     def make_reduce_group(self) -> None:
@@ -135,13 +130,10 @@ class ExchangeHandle:
     group; the result gets its own memory only later. The all-reduce over the replicate axis comes
     last, since it needs the sum. Small reductions of the same kind are copied together and continue
     as one.
-
-    Attributes:
-        was_copied: Whether the data was copied before it is sent, so that the send buffers are
-            free.
     """
 
     fence: Event | None = None
+    # Whether the data was copied before it is sent, so that the send buffers are free.
     was_copied = True
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:

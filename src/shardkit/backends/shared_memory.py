@@ -56,17 +56,11 @@ _REMEDY = (
 
 @dataclass(slots=True)
 class Block:
-    """A piece of this rank's memory that other ranks read.
+    """A piece of this rank's memory that other ranks read."""
 
-    Attributes:
-        number: Number of the block.
-        memory: Bytes of the block, 1-D.
-        descriptor: Descriptor of the memory, until the other ranks have received it.
-    """
-
-    number: int
-    memory: Tensor
-    descriptor: int | None
+    number: int  # Number of the block.
+    memory: Tensor  # Bytes of the block, 1-D.
+    descriptor: int | None  # Descriptor of the memory, until the other ranks have received it.
 
 
 class Shared:

@@ -82,19 +82,15 @@ _MIN_CODED_NUMEL = 4096
 
 
 class Codec:
-    """The codec for optimizers that keep one number for each element.
+    """The codec for optimizers that keep one number for each element."""
 
-    Attributes:
-        block_numel: Number of elements that share a scale; None: nothing is encoded.
-        min_numel: Least size of a parameter that is encoded.
-        is_known: Whether the entries of the state are known without a trial step.
-    """
-
+    # Number of elements that share a scale; None: nothing is encoded.
     block_numel: int | None = None
-    min_numel = 0
+    min_numel = 0  # Least size of a parameter that is encoded.
 
     def __init__(self, probe: Optimizer) -> None:
         self._name = type(probe).__name__
+        # Whether the entries of the state are known without a trial step.
         self.is_known = type(probe).__module__.startswith("torch.optim.")
 
     def show(self, entries: Mapping[str, Any], like: Tensor) -> dict[str, Any]:

@@ -111,26 +111,21 @@ def _of_matrix(leaf: Any, number: int, lead: int) -> Any:
 
 
 class OwnedParams:
-    """The parameters of an owner group that belong to this rank.
-
-    Attributes:
-        group: The group.
-        wholes: Whole parameters that belong to this rank, by index.
-        stepped_as: Tensors that the inner optimizer steps for each of them: the whole, or views of
-            it.
-        stepped: Indices of parameters that have been stepped, on any rank: these have state.
-    """
+    """The parameters of an owner group that belong to this rank."""
 
     def __init__(self, group: OwnerGroup, *, stacks: bool) -> None:
-        self.group = group
+        self.group = group  # The group.
         self._stacks = stacks
+        # Indices of parameters that have been stepped, on any rank: these have state.
         self.stepped: set[int] = set()
         # Separate memory with its own version counter, until values are gathered.
+        # Whole parameters that belong to this rank, by index.
         self.wholes = {
             index: nn.Parameter(param.local_piece.new_empty(tuple(param.shape)))
             for index, (param, owner) in enumerate(zip(group.params, group.owners, strict=True))
             if owner == group.me
         }
+        # Tensors that the inner optimizer steps for each of them: the whole, or views of it.
         self.stepped_as: dict[int, list[nn.Parameter]] = {
             index: [nn.Parameter(each) for each in _matrices(whole)]
             if self._is_stack(index)

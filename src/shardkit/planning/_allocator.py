@@ -40,14 +40,10 @@ class _Block:
 
 
 class _CachingAllocator:
-    """The allocator of one stream with its default settings (torch 2.9 to 2.13).
-
-    Attributes:
-        reserved: Bytes of all segments. None is given back.
-    """
+    """The allocator of one stream with its default settings (torch 2.9 to 2.13)."""
 
     def __init__(self) -> None:
-        self.reserved = 0
+        self.reserved = 0  # Bytes of all segments. None is given back.
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         self._bottom = 0
         self._gaps: list[tuple[int, int]] = []
