@@ -132,8 +132,7 @@ class Part:
 # For all code above, a layout says one thing: for each parameter and rank, which range of the
 # flattened parameter the rank owns, and where that range lies in the rank's shard.
 
-ALIGN_NBYTES = 16
-"""Vectorized kernels and NCCL want 16-byte-aligned starts."""
+ALIGN_NBYTES = 16  # Vectorized kernels and NCCL want 16-byte-aligned starts.
 
 
 def align_up(numel: int, multiple: int) -> int:

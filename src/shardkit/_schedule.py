@@ -513,8 +513,7 @@ BATCH_NBYTES = 1 << 20
 A small collective costs latency, not bandwidth; below this size latency is most of its time.
 """
 
-_MAX_BATCH = 16
-"""Largest number of groups that travel together."""
+_MAX_BATCH = 16  # Largest number of groups that travel together.
 
 
 class Op(enum.Enum):

@@ -228,8 +228,7 @@ def _names_no_interface(variable: str, facts: RankFacts) -> bool:
 # --- a group --------------------------------------------------------------------------------------
 
 _CLOCK_S = 1.0
-_SLOWER = 3.0
-"""Factor to the median from which a rank or link counts as slow."""
+_SLOWER = 3.0  # Factor to the median from which a rank or link counts as slow.
 
 _LEAST_LATENCY_S = 0.002
 _LEAST_COMPUTE_S = 0.005

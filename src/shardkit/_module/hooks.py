@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("shardkit")
 _MIB = 2**20
 _num_installed = 0
-_NEAR = 12
-"""Frames in which `functional_call` calls a root or a model around it."""
+_NEAR = 12  # Frames in which `functional_call` calls a root or a model around it.
 
 
 def get_state(module: nn.Module) -> ModuleState | None:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from shardkit._params.flat_store import Store
     from shardkit._params.sites import ParamEntry
 
-_PATIENCE_S = 1.0
-"""Time in which threads must drop their references to a parameter."""
+_PATIENCE_S = 1.0  # Time in which threads must drop their references to a parameter.
 
 
 def swap_tensors(param: nn.Parameter, other: nn.Parameter, name: str) -> None:

@@ -793,8 +793,7 @@ class UsedParameters:
             on_mesh.reset()
 
 
-_COMPARED = "numbers that ranks compare"
-"""Name of the collective in records of a step."""
+_COMPARED = "numbers that ranks compare"  # Name of the collective in records of a step.
 
 
 class _UsedOnMesh:

@@ -236,8 +236,7 @@ class ShardSpec:
         for axis in self.total_axes:
             part_sums_of(axis)[self.total_axes] += 1
 
-    is_traced = False
-    """Whether operators on pieces are traced; then padding may follow the pieces."""
+    is_traced = False  # Whether operators on pieces are traced; then padding may follow the pieces.
 
     @property
     def piece_numel(self) -> int:

@@ -306,13 +306,11 @@ def size_policy(min_num_params: int) -> Callable[..., bool]:
 # docs/design/wrapping.md describes the choice and its reasons. Only names, shapes and dtypes count:
 # the choice is the same on all ranks, and on the meta device.
 
-_PIECE_NBYTES = 128 << 10
-"""Latency times bandwidth of one link: 5 us at 25 GB/s."""
+_PIECE_NBYTES = 128 << 10  # Latency times bandwidth of one link: 5 us at 25 GB/s.
 
 _CHAINS = (*MODULE_CONTAINERS, nn.Sequential)
 
-_FRACTION = 8
-"""A divisible group is at most one part of this many of the model."""
+_FRACTION = 8  # A divisible group is at most one part of this many of the model.
 
 
 def bounds(model_nbytes: int, num_ranks: int) -> tuple[int, int]:

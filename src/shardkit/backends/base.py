@@ -59,14 +59,12 @@ class Region(Protocol):
     """
 
     is_spmd: bool
-    num_ranks: int
-    """Number of parts that a batch is split into when it enters."""
+    num_ranks: int  # Number of parts that a batch is split into when it enters.
     device: torch.device
     drawing: Any
     """The last context of `draw_apart`; its `again()` repeats the numbers drawn from now on."""
 
-    gathers_wait: bool
-    """Whether gathers come after `progress` in the graph."""
+    gathers_wait: bool  # Whether gathers come after `progress` in the graph.
 
     def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
         """Return copies that exist only after `progress`; the compiler cannot merge them."""

@@ -278,8 +278,7 @@ def _received(connection: socket.socket, nbytes: int) -> bytes:
     return message
 
 
-_MOST_RANGES = 1024
-"""Largest number of ranges of a call: ``IOV_MAX`` of Linux."""
+_MOST_RANGES = 1024  # Largest number of ranges of a call: ``IOV_MAX`` of Linux.
 
 
 class _Range(ctypes.Structure):

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 _META = torch.device("meta")
 _HOST_MARK = "shardkit_is_on_host"
-_host_makers: list[None] = []
-"""List that is not empty while memory of the host is made."""
+_host_makers: list[None] = []  # List that is not empty while memory of the host is made.
 
 
 class _NoStream(InGraph):

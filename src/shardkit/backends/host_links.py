@@ -29,8 +29,7 @@ _MAX_RANKS = 8
 CONNECT_S = 20.0
 """Seconds that a rank waits for others while they connect, and try what they connect for."""
 
-RETRY_S = 0.001
-"""Seconds after which a message is sent again for which there was no room."""
+RETRY_S = 0.001  # Seconds after which a message is sent again for which there was no room.
 
 _SHORTAGES = (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 """Numbers of errors of a send that may succeed a little later."""

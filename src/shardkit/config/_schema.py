@@ -114,8 +114,7 @@ DEVICES = {
 }
 """Device types that a distributed_type names."""
 
-MAX_RANKS = 4096
-"""Limit of ranks on one host, and of hosts: more is a typing error."""
+MAX_RANKS = 4096  # Limit of ranks on one host, and of hosts: more is a typing error.
 
 Use = Literal["applied", "launcher", "noted"]
 

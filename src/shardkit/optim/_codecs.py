@@ -77,8 +77,7 @@ def decode(codes: Tensor, table: Tensor, scales: Tensor, block_numel: int) -> Te
 
 # --- codecs ---------------------------------------------------------------------------------------
 
-_MIN_CODED_NUMEL = 4096
-"""Least size of a tensor that torchao and bitsandbytes encode."""
+_MIN_CODED_NUMEL = 4096  # Least size of a tensor that torchao and bitsandbytes encode.
 
 
 class Codec:

@@ -79,8 +79,7 @@ def check_copies(params: Iterable[Any]) -> None:
 # (on a single rank, which reduces nothing) each piece is a run: copying the gradients would cost
 # more than another kernel.
 
-MASTER = "master"
-"""Name of masters in the state of parameters."""
+MASTER = "master"  # Name of masters in the state of parameters.
 
 
 @dataclass(slots=True, eq=False)

@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _ROUNDING = 512
-_SMALL = _MIB
-"""Blocks up to this size come from segments of their own, of 2 MiB each."""
-_MEDIUM = 10 * _MIB
-"""Smaller ones come from segments of 20 MiB."""
-_CHUNK = 32 * _MIB
-"""The driver gives out addresses from chunks, each below the one before."""
+_SMALL = _MIB  # Blocks up to this size come from segments of their own, of 2 MiB each.
+_MEDIUM = 10 * _MIB  # Smaller ones come from segments of 20 MiB.
+_CHUNK = 32 * _MIB  # The driver gives out addresses from chunks, each below the one before.
 
 
 @dataclass(slots=True, eq=False)

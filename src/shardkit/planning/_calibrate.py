@@ -177,8 +177,7 @@ class _Clock:
 
 # --- compute --------------------------------------------------------------------------------------
 
-_Points = list[tuple[float, _Probe]]
-"""Work of a call (operations or bytes), and its probe."""
+_Points = list[tuple[float, _Probe]]  # Work of a call (operations or bytes), and its probe.
 
 
 def _rates(points: _Points) -> Curve:

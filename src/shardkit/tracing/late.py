@@ -120,8 +120,7 @@ def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
     return sorted(found, key=lambda late: -late.seconds * late.num_steps)
 
 
-_Seconds = dict[tuple[int, str, str], float]
-"""Seconds of a rank by step, phase and group."""
+_Seconds = dict[tuple[int, str, str], float]  # Seconds of a rank by step, phase and group.
 
 
 def _own_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:

@@ -138,8 +138,7 @@ def _parts(trace: Trace, rank: int, start: float, end: float) -> str:
     return base64.b64encode(filled).decode()
 
 
-_Row = tuple[float, float, int, int, str]
-"""Begin, end, lane, key and name of one item on the page."""
+_Row = tuple[float, float, int, int, str]  # Begin, end, lane, key and name of one item on the page.
 
 
 def _planned_row(

@@ -40,8 +40,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _file_store: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own list lacks it
 
-_seen: set[str] = set()
-"""Runs that this process has taken part in."""
+_seen: set[str] = set()  # Runs that this process has taken part in.
 
 
 class RunStore:

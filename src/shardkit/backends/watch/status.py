@@ -217,8 +217,7 @@ def describe_record(record: dict[str, Any]) -> list[str]:
 # --- statuses -------------------------------------------------------------------------------------
 
 _MAX_TEXT = 1 << 20
-STATES = ("runs", "destroyed", "ended", "raised")
-"""States that a rank reports of itself."""
+STATES = ("runs", "destroyed", "ended", "raised")  # States that a rank reports of itself.
 UNHEARD = ("unborn", "silent", "busy", "stopped", "gone")
 """States that other ranks find out about a rank that does not answer."""
 

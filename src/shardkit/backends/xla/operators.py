@@ -293,5 +293,4 @@ def replace_kernels(kernels: Mapping[str, Callable[[Any], Callable[..., Any]]]) 
             library.impl(name, make(kernel), "XLA", with_keyset=True)
 
 
-_kept: list[object] = []
-"""What torch forgets if nobody keeps it."""
+_kept: list[object] = []  # What torch forgets if nobody keeps it.

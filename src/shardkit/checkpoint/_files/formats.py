@@ -469,8 +469,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_NBYTES = 8
-_MAX_HEADER_NBYTES = 100_000_000
-"""The limit of the reference implementation."""
+_MAX_HEADER_NBYTES = 100_000_000  # The limit of the reference implementation.
 _ALIGN_NBYTES = 8
 
 
