@@ -100,12 +100,7 @@ _new = tuple.__new__
 
 
 class StepObserver:
-    """An observer that makes events of beginnings and ends, and hands them to a sink.
-
-    Args:
-        sink: Function that gets each event when it ends, in the thread that reports it.
-        clock: Function that returns a time in seconds.
-    """
+    """An observer that makes events of beginnings and ends, and hands them to a sink."""
 
     def __init__(
         self, sink: Callable[[StepEvent], object], clock: Callable[[], float] = time.perf_counter
@@ -113,8 +108,9 @@ class StepObserver:
         self.phase: Phase = "forward"  # Current part of the step.
         self.position = 0  # Number of beginnings and ends so far.
         self._open: list[_Open] = []
+        # Function that gets each event when it ends, in the thread that reports it.
         self._sink = sink
-        self._clock = clock
+        self._clock = clock  # Function that returns a time in seconds.
 
     @property
     def under_way(self) -> list[StepEvent]:
@@ -187,12 +183,6 @@ class StepObserver:
 class StepLog:
     """A log of the calls of a `StepObserver`, with their times, which makes the events later.
 
-    Args:
-        clock: Function that returns a time in seconds.
-        max_calls: Number of beginnings and ends at which the log is full.
-        when_full: Function that is called when a pass begins while the log is full; it calls
-            `take`.
-
     Cost: 0.2 us for each beginning and end, and 2 us in `take`.
     """
 
@@ -204,8 +194,9 @@ class StepLog:
         self._later = later = StepObserver(self._events.append, lambda: self._at)
         # A bound method takes time to make.
         self._begin, self._end, self._tell = later.begin, later.end, later.tell
-        self._clock = clock
-        self._max_calls = max_calls
+        self._clock = clock  # Function that returns a time in seconds.
+        self._max_calls = max_calls  # Number of beginnings and ends at which the log is full.
+        # Function that is called when a pass begins while the log is full; it calls `take`.
         self._when_full = when_full
         self._calls: list[tuple[Any, ...]] = []  # A method of `_later`, its arguments, the time.
         self._note = self._calls.append
@@ -265,9 +256,6 @@ _Observer = TypeVar("_Observer", StepObserver, StepLog)
 @contextlib.contextmanager
 def observed_by(new: _Observer) -> Iterator[_Observer]:
     """Report what happens in this process to an observer while the context is open.
-
-    Args:
-        new: Observer.
 
     Yields:
         The observer.

@@ -536,18 +536,16 @@ class UnshardSchedule:
     """State machine that decides which groups have unsharded memory.
 
     Groups are numbers.
-
-    Args:
-        nbytes: Unsharded bytes of each group: several small groups are prefetched at a time, up to
-            `BATCH_NBYTES`. Empty: no group is small.
-        is_idle: Whether no group needs memory of its own (one rank, no casts). Then uses are noted,
-            and there are no actions.
     """
 
     def __init__(self, *, nbytes: Sequence[int] = (), is_idle: bool = False) -> None:
         self.batch_nbytes = BATCH_NBYTES if nbytes else 0
         self.options = ScheduleOptions()  # Options that users chose.
+        # Unsharded bytes of each group: several small groups are prefetched at a time, up to
+        # `BATCH_NBYTES`. Empty: no group is small.
         self._nbytes = nbytes
+        # Whether no group needs memory of its own (one rank, no casts). Then uses are noted, and
+        # there are no actions.
         self._is_idle = is_idle
         self.states = _States()  # Records of the groups; only the schedule changes their memory.
         # Groups of several modules that forwards have left, and after which no other group was

@@ -186,14 +186,11 @@ class BuffersBefore:
     """Values that buffers of a module had before a forward, for those that the forward writes.
 
     Which these are is known after the first forward, so that one copies all of them.
-
-    Args:
-        module: The module.
-        writes: Whether forwards write a buffer, by holder, name and mode; forwards add to it.
     """
 
     def __init__(self, module: nn.Module, writes: dict[tuple[nn.Module, str, bool], bool]) -> None:
-        self.module = module
+        self.module = module  # The module.
+        # Whether forwards write a buffer, by holder, name and mode; forwards add to it.
         self._writes = writes
         self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
@@ -242,16 +239,11 @@ def copy_of_buffer(buffer: Tensor) -> Tensor:
 
 
 class _Repeat:
-    """One forward and its repetition, which reads buffers as they were, and writes copies.
-
-    Args:
-        forward: Function that runs the module's forward.
-        buffers: Buffers of the module.
-    """
+    """One forward and its repetition, which reads buffers as they were, and writes copies."""
 
     def __init__(self, forward: Callable[..., Any], buffers: BuffersBefore) -> None:
-        self._forward = forward
-        self._buffers = buffers
+        self._forward = forward  # Function that runs the module's forward.
+        self._buffers = buffers  # Buffers of the module.
         self._has_run = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

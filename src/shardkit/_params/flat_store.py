@@ -279,13 +279,7 @@ _Cut = tuple[int, slice | None, Tensor | None]
 
 
 class Store(ABC):
-    """The shard of a bucket, and its unsharded parameters, whose memory comes and goes.
-
-    Args:
-        plan: Plan of the bucket.
-        entries: Parameters of the bucket: ordinary ones, or sharded ones that were cut in the same
-            way.
-    """
+    """The shard of a bucket, and its unsharded parameters, whose memory comes and goes."""
 
     layout: Any  # Layout of the bucket.
     specs: list[ShardSpec]  # Cut of each parameter.
@@ -301,7 +295,8 @@ class Store(ABC):
     why_lost = ""  # Reason why such writes are lost, as words inside a sentence.
 
     def __init__(self, plan: BucketPlan, entries: Sequence[ParamEntry]) -> None:
-        self.plan = plan
+        self.plan = plan  # Plan of the bucket.
+        # Parameters of the bucket: ordinary ones, or sharded ones that were cut in the same way.
         self.entries = entries
         self._gathered_version = -1
         self._classes: list[type] = []

@@ -63,16 +63,11 @@ _set_requires_grad = torch_tensors.unseen_by_transforms(nn.Parameter.requires_gr
 
 
 class ParamSites:
-    """Every place of a bucket's parameters.
-
-    Args:
-        entries: The parameters, and the modules that hold them.
-        unsharded: Parameters that modules hold while they are in use.
-    """
+    """Every place of a bucket's parameters."""
 
     def __init__(self, entries: Sequence[ParamEntry], unsharded: Sequence[nn.Parameter]) -> None:
-        self._entries = entries
-        self._unsharded = unsharded
+        self._entries = entries  # The parameters, and the modules that hold them.
+        self._unsharded = unsharded  # Parameters that modules hold while they are in use.
         self.is_visible = False  # Whether the modules hold the unsharded parameters.
         self._given: dict[int, Any] = {}
         self._returned: set[int] = set()

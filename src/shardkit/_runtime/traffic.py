@@ -462,13 +462,7 @@ def _stores_by_axis(group: ParamGroup) -> dict[AxisComm, list[Store]]:
 
 
 class Reductions:
-    """Reductions, started in the order of `ReduceOrder`, and waited for in the order of starting.
-
-    Args:
-        batch_nbytes: Limit in bytes: neighbours whose sizes add up to less than this are sent
-            together.
-        before_start: Function called before reductions are started.
-    """
+    """Reductions, started in the order of `ReduceOrder`, and waited for in the same order."""
 
     def __init__(
         self,
@@ -493,10 +487,11 @@ class Reductions:
         self._streams = streams
         self._slots = slots
         self._used = used
+        # Limit in bytes: neighbours whose sizes add up to less than this are sent together.
         self._batch_nbytes = batch_nbytes
         backend = groups[0].mesh.backend
         self._is_host_synchronous = backend.is_host_synchronous
-        self._before_start = before_start
+        self._before_start = before_start  # Function called before reductions are started.
         self._queued: list[ParamGroup] = []
         self._queued_nbytes = 0
         self._under_way: list[ParamGroup] = []

@@ -47,13 +47,6 @@ class DirectExchange:
     """An exchange that has started: this rank reads from all others, and they from it.
 
     Until `wait` returns, nobody may change what the others read, or use what this rank reads into.
-
-    Args:
-        sources: Tensors that each other rank reads, end to end; in rank order.
-        targets: Tensors to be filled by what the other ranks have, in rank order.
-        of: Exchanges that all end when this one is not done in time.
-        narrow_nbytes: Bytes of another form of what ranks send, such as values of fewer bytes. What
-            comes in this form fills the beginning of a target. None: there is none.
     """
 
     def __init__(
@@ -63,14 +56,18 @@ class DirectExchange:
         of: DirectReads,
         narrow_nbytes: int | None = None,
     ) -> None:
+        # Tensors that each other rank reads, end to end; in rank order.
         self.sources: Sequence[Sequence[Tensor]] = sources
+        # Tensors to be filled by what the other ranks have, in rank order.
         self.targets: Sequence[Tensor] = targets
         # Tables for the other ranks: address and bytes of each tensor that they read.
         self.tables = [_table_of(each) for each in sources]
         self.nbytes = [0] * len(targets)  # Bytes that came from each other rank.
+        # Bytes of another form of what ranks send, such as values of fewer bytes. What comes in
+        # this form fills the beginning of a target. None: there is none.
         self._narrow_nbytes = narrow_nbytes
         self.num_missing = [2] * len(sources)  # For each rank: one to read, one to be read.
-        self._of = of
+        self._of = of  # Exchanges that all end when this one is not done in time.
         self._error: str | None = None
         self._ended = threading.Event()
 
@@ -92,11 +89,7 @@ class DirectExchange:
         return target.data_ptr()
 
     def note_done(self, place: int) -> bool:
-        """Note that this rank and another one have read in one direction; return whether all have.
-
-        Args:
-            place: Place of the other rank among the others.
-        """
+        """Note that two ranks have read in one direction; return whether all others have."""
         self.num_missing[place] -= 1
         if any(self.num_missing):
             return False

@@ -104,12 +104,7 @@ class GlooAxis(ProcessGroupAxis):
         return WorkHandle([self.start_reads(sources, targets)], issued)
 
     def start_reads(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> DirectExchange:
-        """Start direct reads; a rank copies its own data, unless it is there already.
-
-        Args:
-            sources: Tensors that the ranks read, in rank order.
-            targets: Tensors to be filled by what the ranks have, in rank order.
-        """
+        """Start direct reads; a rank copies its own data, unless it is there already."""
         assert self.direct is not None
         others, places = list(sources), list(targets)
         own, place = others.pop(self.rank), places.pop(self.rank)

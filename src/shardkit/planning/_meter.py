@@ -96,10 +96,6 @@ def _nothing(tensor: Tensor) -> Tensor:
 class MemoryMeter(TorchDispatchMode):
     """Records memory and collectives of the code that runs inside of it.
 
-    Args:
-        on_cpu: Whether the memory is the CPU's.
-        is_timed: Whether operators are recorded.
-
     Attributes:
         memories: Records of all memory, in the order of birth.
         collectives: Records of the collectives of the step, in the order of issue.
@@ -117,8 +113,8 @@ class MemoryMeter(TorchDispatchMode):
 
     def __init__(self, *, on_cpu: bool, is_timed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_cpu = on_cpu
-        self._is_timed = is_timed
+        self._on_cpu = on_cpu  # Whether the memory is the CPU's.
+        self._is_timed = is_timed  # Whether operators are recorded.
         self.memories: list[HeldMemory] = []
         self.collectives: list[IssuedCollective] = []
         self.operators: list[Operator] = []

@@ -48,15 +48,11 @@ class RunStore:
 
     Requests on one connection wait for each other, so a thread that waits long in the store has its
     own connection. A store whose process has ended raises `torch.distributed.DistNetworkError`.
-
-    Args:
-        run: Name of the run, with which the keys begin.
-        connection: Store below all prefixes.
     """
 
     def __init__(self, run: str, connection: Any) -> None:
-        self.run = run
-        self.connection = connection
+        self.run = run  # Name of the run, with which the keys begin.
+        self.connection = connection  # Store below all prefixes.
         self._keys: Any = c10d.PrefixStore(f"shardkit/{run}", connection)
         self._asked_at: float | None = None
         # Each look locks the file; a wait of torch looks 100 times per second.

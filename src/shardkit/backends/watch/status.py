@@ -190,11 +190,7 @@ _CAPTURED = "Those that a graph has captured count as issued, and never as done.
 
 
 def describe_record(record: dict[str, Any]) -> list[str]:
-    """Return a line for each communicator that has unfinished collectives in a record.
-
-    Args:
-        record: A record that torch dumped.
-    """
+    """Return a line for each communicator that has unfinished collectives in a record."""
     pending: dict[str, list[dict[str, Any]]] = {}
     for entry in record.get("entries", ()):
         if entry.get("state") != "completed":
