@@ -290,17 +290,11 @@ def in_turns(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """``run(case, *args)``: what ``case(ranks, *args)`` returned in each process of a backend.
+    """``run(case, *args)``: what ``case(ranks, *args)`` returned in each process of a backend."""
 
-    Attributes:
-        backend: A key of `STARTS`.
-        mesh_shape: (shard,) or (replicate, shard).
-        spawn: Runs a function in each of some processes, or of some replicas.
-    """
-
-    backend: str
-    mesh_shape: tuple[int, ...]
-    spawn: Spawn
+    backend: str  # A key of `STARTS`.
+    mesh_shape: tuple[int, ...]  # (shard,) or (replicate, shard).
+    spawn: Spawn  # Runs a function in each of some processes, or of some replicas.
 
     def __call__(self, case: Callable[..., typing.Any], *args: typing.Any) -> list[typing.Any]:
         return self._start(case, *args)

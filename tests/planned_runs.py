@@ -294,8 +294,7 @@ def _few_rows() -> Tensor:
     return torch.ones(1, 250)
 
 
-NUM_CHEAP = 5
-"""So many of the cases are tried in the session `tests`, the others in `helpers`."""
+NUM_CHEAP = 5  # So many of the cases are tried in the session `tests`, the others in `helpers`.
 EIGHT_RANKS = ["eight ranks", "experts, hybrid on eight ranks"]
 """These are tried in the session `eight_ranks`."""
 
@@ -353,19 +352,13 @@ Edge = tuple[typing.Any, ...]
 
 @dataclasses.dataclass
 class Seen:
-    """What a step did.
+    """What a step did."""
 
-    Attributes:
-        collectives: Names and bytes of the collectives.
-        edges: What the core told, beginnings and ends each on its own, in order.
-        peaks: The most bytes at once between two edges, before the first and after the last.
-        reserved: What the allocator of a card reserves, in a plan.
-    """
-
-    collectives: list[tuple[str, int]]
-    edges: list[Edge]
+    collectives: list[tuple[str, int]]  # Names and bytes of the collectives.
+    edges: list[Edge]  # What the core told, beginnings and ends each on its own, in order.
+    # The most bytes at once between two edges, before the first and after the last.
     peaks: list[int]
-    reserved: int = 0
+    reserved: int = 0  # What the allocator of a card reserves, in a plan.
 
 
 def edges_of(events: list[StepEvent]) -> list[Edge]:

@@ -59,20 +59,15 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How a model is spread over the ranks.
+    """How a model is spread over the ranks."""
 
-    Attributes:
-        shape: Sizes of `AXES`.
-        stream: What a rank of tensor parallelism has between layers.
-        moves_tokens: Experts lie on the ranks of the shard axis, which have data of their own.
-        groups: Modules of which each is a group, beside the root.
-        options: Of `fully_shard`, one after the other: what is freed, and what is not sharded.
-    """
-
-    shape: Shape
+    shape: Shape  # Sizes of `AXES`.
+    # What a rank of tensor parallelism has between layers.
     stream: typing.Literal["whole", "parts", "dtensors"]
-    moves_tokens: bool
+    moves_tokens: bool  # Experts lie on the ranks of the shard axis, which have data of their own.
+    # Modules of which each is a group, beside the root.
     groups: typing.Literal["blocks", "a list", "layers", "none"]
+    # Of `fully_shard`, one after the other: what is freed, and what is not sharded.
     options: list[tuple[bool | None, bool]]
     is_recomputed: bool
     prefetches: bool

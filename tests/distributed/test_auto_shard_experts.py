@@ -40,19 +40,13 @@ STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How ranks are used, and how modules are named.
+    """How ranks are used, and how modules are named."""
 
-    Attributes:
-        shape: Sizes of the axes; the last one is `ep`, where `names` say nothing else.
-        experts: What holds experts.
-        names: Names of the axes.
-        options: More arguments of `auto_shard`, by name.
-    """
-
+    # Sizes of the axes; the last one is `ep`, where `names` say nothing else.
     shape: tuple[int, ...]
-    experts: str = "Experts"
-    names: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    experts: str = "Experts"  # What holds experts.
+    names: tuple[str, ...] = ()  # Names of the axes.
+    options: tuple[str, ...] = ()  # More arguments of `auto_shard`, by name.
 
 
 class Around(nn.Module):

@@ -41,19 +41,12 @@ CGROUP = pathlib.Path("/sys/fs/cgroup/cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Delay:
-    """What is late, and on which rank.
+    """What is late, and on which rank."""
 
-    Attributes:
-        where: Phase, or ``link``.
-        rank: Number of the rank.
-        seconds: Length of it.
-        every: Number of steps of which one is delayed.
-    """
-
-    where: str
-    rank: int
-    seconds: float = DELAY_S
-    every: int = 1
+    where: str  # Phase, or ``link``.
+    rank: int  # Number of the rank.
+    seconds: float = DELAY_S  # Length of it.
+    every: int = 1  # Number of steps of which one is delayed.
 
     def folder(self, of: str) -> str:
         """Return the folder of its record."""

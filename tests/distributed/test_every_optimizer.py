@@ -54,8 +54,7 @@ HAVE_ONE_FORM = ("LBFGS", "Muon")
 SHAPES = {**PARAMETER_SHAPES, "column": (6, 1), "row": (1, 6)}
 """Of some the last ranks have nothing. Adafactor keeps of a column what has its shape."""
 
-MATRICES = {"matrix": (7, 13), "tall": (11, 2), "single": (1, 1)}
-"""What Muon takes."""
+MATRICES = {"matrix": (7, 13), "tall": (11, 2), "single": (1, 1)}  # What Muon takes.
 
 # torch's fused CPU kernels round differently in their vector loop and in its remainder.
 FUSED_TOLERANCE = 1e-6

@@ -47,20 +47,16 @@ STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How ranks are used.
+    """How ranks are used."""
 
-    Attributes:
-        shape: Replicas, ranks that hold the same experts, ranks that hold different ones.
-        experts: "plain" parameters of each rank, a "dtensor" on the axis `ep`, or "both".
-        form: What `shard_placement_fn` returns of experts: a "mesh" or FSDP2's "result".
-        small: Whether norms and routers are whole on each rank.
-        unflattened: Whether all meshes are views of one of the world, as torchtitan makes them.
-    """
-
+    # Replicas, ranks that hold the same experts, ranks that hold different ones.
     shape: tuple[int, int, int]
+    # "plain" parameters of each rank, a "dtensor" on the axis `ep`, or "both".
     experts: str = "plain"
+    # What `shard_placement_fn` returns of experts: a "mesh" or FSDP2's "result".
     form: str = "mesh"
-    small: bool = False
+    small: bool = False  # Whether norms and routers are whole on each rank.
+    # Whether all meshes are views of one of the world, as torchtitan makes them.
     unflattened: bool = False
 
     def is_plain(self, name: str) -> bool:

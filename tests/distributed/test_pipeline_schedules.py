@@ -49,16 +49,11 @@ TIMEOUT_S = 180  # The first call of each rank imports torch's pipelines, on bus
 
 
 class Case(typing.NamedTuple):
-    """A schedule on two ranks of a pipeline.
+    """A schedule on two ranks of a pipeline."""
 
-    Attributes:
-        schedule: Class of the schedule.
-        layers: Number of layers of each stage.
-        is_v: Whether the first rank has the first stage and the last one, and so on inwards.
-    """
-
-    schedule: typing.Any
-    layers: tuple[int, ...]
+    schedule: typing.Any  # Class of the schedule.
+    layers: tuple[int, ...]  # Number of layers of each stage.
+    # Whether the first rank has the first stage and the last one, and so on inwards.
     is_v: bool = False
 
 

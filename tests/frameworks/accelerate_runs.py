@@ -23,21 +23,13 @@ ACCUMULATE = 2
 
 @dataclasses.dataclass
 class Run:
-    """One training.
+    """One training."""
 
-    Attributes:
-        accelerator: Accelerate's.
-        model: The prepared one.
-        optimizer: The prepared one.
-        losses: The mean over the ranks, by micro-batch.
-        norms: Of the gradients before they were clipped, by step.
-    """
-
-    accelerator: typing.Any
-    model: typing.Any
-    optimizer: typing.Any
-    losses: list[float]
-    norms: list[float]
+    accelerator: typing.Any  # Accelerate's.
+    model: typing.Any  # The prepared one.
+    optimizer: typing.Any  # The prepared one.
+    losses: list[float]  # The mean over the ranks, by micro-batch.
+    norms: list[float]  # Of the gradients before they were clipped, by step.
 
     def train(self, name: str, micro_batches: range) -> None:
         """Train, with clipping, on this rank's batches."""

@@ -31,8 +31,7 @@ pytestmark = one_card.NEEDS_CARD
 
 NUM_STEPS = 20
 FAKE_SIZE = 64
-LARGE = 2**26
-"""Elements of a tensor, 256 MiB."""
+LARGE = 2**26  # Elements of a tensor, 256 MiB.
 BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 
 
