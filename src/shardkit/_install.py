@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from shardkit._compat.once import wrapped
 from shardkit._compat.torch_checkpoints import ASK_THE_CLASS, when_imported
 from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
 from shardkit._mesh import DeviceMesh
@@ -80,6 +81,10 @@ class Installed:
         former = inspect.getattr_static(owner, name)
         setattr(owner, name, staticmethod(value) if isinstance(former, staticmethod) else value)
         self.at_undo(functools.partial(setattr, owner, name, former))
+
+    def wrap(self, owner: object, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a function or a method by ``wrapper(original, *args, **kwargs)``."""
+        self.replace(owner, name, wrapped(getattr(owner, name), wrapper))
 
     @property
     def has_replaced(self) -> bool:

@@ -82,10 +82,12 @@ def fsdp2() -> Iterator[None]:
     """Let Accelerate shard ranks of the CPU by FSDP2, as it does where there are accelerators."""
     from accelerate.state import AcceleratorState
 
+    from shardkit._compat.once import wrapped
     from shardkit.integrations.accelerate import _also_on_cpu
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AcceleratorState, "__init__", _also_on_cpu(AcceleratorState.__init__))
+        sharded = wrapped(AcceleratorState.__init__, _also_on_cpu)
+        patch.setattr(AcceleratorState, "__init__", sharded)
         yield
 
 
