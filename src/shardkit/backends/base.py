@@ -474,7 +474,6 @@ class Backend(ABC):
         Raises:
             StateError: The device has no graphs, or collectives of an axis cannot be captured.
         """
-        del axes
         msg = (
             f"a step on device {self.device.type!r} cannot be captured: shardkit.capture needs a "
             f"mesh of CUDA devices, whose work a graph can replay. Call the step itself."

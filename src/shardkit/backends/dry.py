@@ -66,7 +66,6 @@ class DryDevice(AcceleratorDevice):
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""
-        del stream
         return contextlib.nullcontext()
 
     def is_capturing(self) -> bool:
@@ -75,12 +74,10 @@ class DryDevice(AcceleratorDevice):
 
     def has_passed(self, event: Event) -> bool:
         """Whether an event has passed: all have."""
-        del event
         return True
 
     def empty_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return 1-D memory of the host, which is on meta as well; `is_on_host` recognizes it."""
-        del pinned
         _host_makers.append(None)
         try:
             tensor = torch.empty(numel, dtype=dtype, device=_META)

@@ -396,7 +396,6 @@ class ReplacedDTensor(DTensor):
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Refuse all operators."""
-        del func, types, kwargs
         name = next((a.__dict__["fqn"] for a in args if isinstance(a, cls)), "?")
         msg = (
             f"parameter {name!r} was a DTensor, and fully_shard put another Parameter object in "

@@ -15,7 +15,8 @@ from shardkit._params.state_dicts import STATE_NUMBERS, leaves_of, map_leaves
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import memory_of, writing_only
-from shardkit.optim._codecs import codec_of, fresh_state, is_number, own_random_numbers
+from shardkit.backends.device import own_random_numbers
+from shardkit.optim._codecs import codec_of, fresh_state, is_number
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._refusals import check_class, check_options
 
