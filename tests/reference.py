@@ -306,3 +306,9 @@ def assert_each_within(found: Mapping[str, Sequence[Differences]], /, **toleranc
     """Check what every rank found in each of several cases: see `assert_within`."""
     for what, by_rank in found.items():
         assert_within(by_rank, what, **tolerances)
+
+
+def assert_nothing_wrong(by_rank: Sequence[Sequence[str]]) -> None:
+    """Check that no rank found anything wrong, else show all of it."""
+    shown = [f"rank {rank}: {why}" for rank, found in enumerate(by_rank) for why in found]
+    assert not shown, "\n".join(shown)
