@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import CASES
+from models import CASES, Batch, Case
 from reference import (
     OPTIMIZERS,
     STEPS,
@@ -49,14 +49,12 @@ from reference import (
     step_all,
     train,
 )
-from workers import in_each
+from workers import Spawn, in_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from models import Batch, Case
     from shardkit import DeviceMesh
-    from workers import Spawn
 
 NUM_XLA_DEVICES = 4
 XLA_MARKS = (

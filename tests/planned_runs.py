@@ -15,14 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit
-from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from shardkit import (
+    CPUOffloadPolicy,
+    DeviceMesh,
+    MixedPrecisionPolicy,
+    checkpoint_activations,
+    fully_shard,
+)
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
 from shardkit.planning._allocator import reserved_nbytes
 from shardkit.planning._run import Run, batch_on_meta, dry_run
 from wrapped_models import Stack
 
 if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
     from shardkit._events import StepEvent
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

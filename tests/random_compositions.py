@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,7 +35,6 @@ from shardkit import FSDPModule, fully_shard
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 WIDTH, HIDDEN, VOCABULARY, SEQUENCE, NUM_EXPERTS, BATCH = 6, 10, 12, 4, 4, 2

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from reference import full_parameters
-from shardkit import FSDPModule, fully_shard
+from shardkit import DeviceMesh, FSDPModule, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardkit import DeviceMesh
 
 WIDTH = 6
 ALL = None

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models import PARAMETER_SHAPES, Batch, Case, Parameters
-from shardkit import ShardedTensor, fully_shard, init_device_mesh
+from shardkit import DeviceMesh, ShardedTensor, fully_shard, init_device_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from shardkit import DeviceMesh
 
 AXES = ("replicate", "shard")
 STEPS = 6

@@ -28,7 +28,7 @@ from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_meth
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
 from shardkit._tensor.sharded import ShardedTensor, cut_whole, from_piece
-from shardkit._tensor.spec import FlatShard
+from shardkit._tensor.spec import FlatShard, ShardSpec
 from shardkit.backends import TorchDeviceMesh
 from shardkit.backends.process_group import ProcessGroupBackend
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
 
-    from shardkit._tensor.spec import ShardSpec
 
 _logger = logging.getLogger("shardkit")
 

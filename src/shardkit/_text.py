@@ -8,12 +8,10 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from rich.console import Console
     from rich.table import Table
 

@@ -12,24 +12,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError, StateError
 from shardkit._module.fsdp_module import FSDPModule, settings_of_root
 from shardkit._module.hooks import groups_in, state_of
-from shardkit._settings import as_number
+from shardkit._settings import AllReduce, GradientPiece, SumAxis, as_number
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from torch import nn
-
     from shardkit._params.bucket import Bucket
     from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import AllReduce, GradientPiece, SumAxis
 
 __all__ = ["PowerSGD", "bf16_compress", "compress_gradients", "fp16_compress"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardkit
@@ -26,12 +26,7 @@ from shardkit import (
 )
 from shardkit.checkpoint import load, save
 from step_traffic import counted, total
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 

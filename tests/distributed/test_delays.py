@@ -19,7 +19,7 @@ from torch import nn
 
 from allocated import past_shared_memory
 from reference import make_mesh
-from shardkit import fully_shard, record
+from shardkit import DeviceMesh, fully_shard, record
 from shardkit.backends.process_group import WorkHandle
 from shardkit.tracing.late import WINDOW
 from shardkit.tracing.trace import Trace
@@ -27,7 +27,6 @@ from shardkit.tracing.trace import Trace
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardkit import DeviceMesh
     from workers import Spawn
 
 NUM_LAYERS, LAYER_S = 3, 0.04

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from experts import EXACT, NUM_EXPERTS, WIDTH, Block, Model, batches, loss_of
@@ -33,14 +33,11 @@ from shardkit._tensor.ops.reductions import part_sums
 from shardkit.backends import gloo
 from shardkit.checkpoint import get_model_state_dict, load, load_full, save, save_full
 from step_traffic import counted, total
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from workers import Spawn
 
 STEPS = 3
 

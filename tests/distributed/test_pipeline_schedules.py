@@ -27,12 +27,11 @@ from torch.distributed.pipelining import (
 from parity import in_turns
 from reference import Differences, assert_within, step_all
 from shardkit import DeviceMesh, checkpoint, fully_shard, init_device_mesh
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from workers import Spawn
 
 pytestmark = [
     pytest.mark.helpers,

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from models import PARAMETER_SHAPES
 from reference import assert_nothing_wrong, make_mesh, whole_and_sharded
 from shardkit import ShardedTensor, ShardedTensorError, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from workers import Spawn
 
 MESHES = ((1,), (2,), (3,), (4,), (2, 2))
 

@@ -10,11 +10,11 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import one_card
 import shardkit
-from models import CASES
+from models import CASES, Case
 from one_card import CardRanks, make_card_mesh, reduce_by_buffers
 from shardkit import MixedPrecisionPolicy, StateError, fully_shard
 from shardkit._compat.torch_groups import init_fake_process_group
@@ -22,9 +22,6 @@ from shardkit._compat.torch_groups import init_fake_process_group
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
-    from models import Case
     from workers import Spawn
 
 pytestmark = one_card.NEEDS_CARD

@@ -11,19 +11,16 @@ import torch
 import torch.distributed as dist
 from routed_experts import batches, loss_of, make, routes, shard
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zoo import TIMEOUT_S
 
 from reference import step_all
 from shardkit.checkpoint import load, save, save_full
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from workers import Spawn
 
 pytestmark = pytest.mark.models
 

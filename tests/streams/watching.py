@@ -15,7 +15,7 @@ import typing
 import torch
 import torch.distributed as dist
 from clocks import DEVICE, HOST
-from simulated_device import SimulatedEvent, label_of_caller
+from simulated_device import Block, SimulatedEvent, Simulation, label_of_caller
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,6 @@ from shardkit._compat import torch_tensors
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from simulated_device import Block, Simulation
 
 _PLAIN = (Tensor, nn.Parameter)
 _NO_DATA = {"aten::set_", "aten::resize_", "aten::record_stream"}

@@ -15,12 +15,10 @@ from xla_ranks import XlaRanks
 
 from checkpoints import assert_same
 from parity import Pair
-from shardkit import checkpoint
+from shardkit import DeviceMesh, checkpoint
 
 if typing.TYPE_CHECKING:
     import pathlib
-
-    from shardkit import DeviceMesh
 
 
 def trained(mesh: DeviceMesh, *, steps: int, seed: int = 0) -> Pair:

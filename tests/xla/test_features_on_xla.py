@@ -20,6 +20,7 @@ from xla_ranks import XlaRanks, on_xla
 from checkpoints import assert_same
 from parity import ROWS, Pair
 from shardkit import (
+    DeviceMesh,
     ShardedTensor,
     StateError,
     WrapError,
@@ -35,7 +36,6 @@ from shardkit.compression import bf16_compress
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from shardkit import DeviceMesh
 
 FOUR_PARTS = "{devices=[4]0,1,2,3}"
 

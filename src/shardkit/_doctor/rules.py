@@ -6,13 +6,11 @@ import functools
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from shardkit._doctor.facts import Finding, ranks_in_words
+from shardkit._doctor.facts import Checkup, Finding, Link, RankFacts, ranks_in_words
 from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from shardkit._doctor.facts import Checkup, Link, RankFacts
 
 
 # --- one rank and its machine ---------------------------------------------------------------------

@@ -6,10 +6,10 @@ import contextlib
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -24,9 +24,6 @@ from shardkit._tree import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from typing import Literal
-
-    from torch import Tensor
 
     from shardkit.backends.base import Region
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules, torch_tensors
 from shardkit._errors import StateError
-from shardkit._module.on_meta import check_has_values, warn_of_emptied
+from shardkit._module.on_meta import Emptied, NotedConversion, check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
 from shardkit._params.subclass_store import refuse_hooks_of_piece
-from shardkit._runtime.group import STATE_ATTRIBUTE, refuse_summoned
+from shardkit._runtime.group import STATE_ATTRIBUTE, ParamGroup, refuse_summoned
 from shardkit._runtime.runtime import Runtime
-from shardkit._settings import RootSettings
+from shardkit._settings import MixedPrecisionPolicy, RootSettings
 from shardkit._text import counted, listed
 from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors, put_back
 
@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterable, Sequence
 
-    from shardkit._module.on_meta import Emptied, NotedConversion
     from shardkit._runtime.events import ForwardRecord
-    from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import MixedPrecisionPolicy
 
 _logger = logging.getLogger("shardkit")
 _MIB = 2**20

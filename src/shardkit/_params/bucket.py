@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_modules, torch_tensors
 from shardkit._errors import WrapError
 from shardkit._params.packing import packing_of
-from shardkit._params.sites import ParamSites
+from shardkit._params.sites import ParamEntry, ParamSites
 from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint
@@ -26,11 +26,8 @@ from shardkit.backends import tensor_parallel_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import Tensor
-
     from shardkit._mesh import DeviceMesh
     from shardkit._params.flat_store import Store
-    from shardkit._params.sites import ParamEntry
 
 _PATIENCE_S = 1.0  # Time in which threads must drop their references to a parameter.
 

@@ -28,25 +28,30 @@ from shardkit._layout import FlatLayout
 from shardkit._params.memory import (
     NAME_ATTRIBUTE,
     Buffer,
+    SlotPool,
     allow_leaf,
     class_without_memory,
     refuse_leaf,
 )
-from shardkit._settings import KEEPS_WIDE_GRADIENTS, CPUOffloadPolicy, GradientPiece
+from shardkit._settings import (
+    KEEPS_WIDE_GRADIENTS,
+    AllGather,
+    CPUOffloadPolicy,
+    GradientPiece,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from shardkit._tensor.ops import StateAllocator
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec
 from shardkit._tensor.written_values import note_raised
-from shardkit.backends.base import Gather
+from shardkit.backends.base import AxisComm, CommStreams, Gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardkit._mesh import DeviceMesh
-    from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
-    from shardkit._settings import AllGather, MixedPrecisionPolicy, OffloadPolicy
-    from shardkit.backends.base import AxisComm, CommStreams
     from shardkit.backends.device import Event
 
 

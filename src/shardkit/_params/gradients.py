@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,10 @@ from shardkit._errors import StateError
 from shardkit._schedule import BATCH_NBYTES
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.base import Reduction
+from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle, Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from shardkit._params.traced_store import TracedSend
     from shardkit._settings import AllReduce, CommSettings
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
     from shardkit.backends.device import Event
 
 

@@ -14,7 +14,7 @@ from shardkit._params.flat_store import BucketPlan, FlatStore
 from shardkit._params.packing import packing_of, stored_dtype
 from shardkit._params.subclass_store import PackedStore, SubclassStore, subclass_of
 from shardkit._params.traced_store import TracedStore
-from shardkit._settings import CPUOffloadPolicy
+from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardkit._layout import EvenLayout, FlatLayout
     from shardkit._mesh import DeviceMesh
     from shardkit._params.sites import ParamEntry
-    from shardkit._settings import MixedPrecisionPolicy, OffloadPolicy
 
 
 def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:

@@ -23,23 +23,20 @@ from torch import Tensor
 from shardkit._compat import torch_tensors
 from shardkit._errors import WrapError
 from shardkit._layout import EvenLayout
-from shardkit._params.flat_store import Store
+from shardkit._params.flat_store import BucketPlan, Store
 from shardkit._params.packing import packing_of
 from shardkit._params.subclass_store import subclass_of
-from shardkit._settings import CPUOffloadPolicy
+from shardkit._settings import AllGather, CPUOffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import padded, traced_spec
 from shardkit.backends import tensor_parallel_of
-from shardkit.backends.base import TracedGather
+from shardkit.backends.base import CommStreams, TracedGather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardkit._params.flat_store import BucketPlan
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
-    from shardkit._settings import AllGather
-    from shardkit.backends.base import CommStreams
     from shardkit.backends.device import Event
 
 

@@ -26,7 +26,7 @@ from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint, num_noted
 from shardkit._text import counted, listed
-from shardkit.backends.base import first_of_all
+from shardkit.backends.base import AxisComm, CheckHandle, CommStreams, first_of_all
 from shardkit.backends.watch.watchdog import at_end, current_watchdog
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from shardkit._params.gradients import BucketGradients
     from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import KnownValue, ParamGroup, Written
-    from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
     from shardkit.backends.watch.runs import RunStore
 
 

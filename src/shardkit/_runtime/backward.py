@@ -20,7 +20,7 @@ from shardkit._compat import torch_autograd, torch_fsdp2, torch_tensors
 from shardkit._errors import NonFiniteGradientError, StateError
 from shardkit._params.bucket import bucket_showing, settled
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
-from shardkit._runtime.group import refuse_summoned
+from shardkit._runtime.group import ParamGroup, refuse_summoned
 from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor, averaged
 from shardkit._text import listed, listed_lines
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from shardkit._params.gradients import UnshardedGrad
     from shardkit._runtime.events import ForwardRecord
-    from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.passes import Passes
     from shardkit._runtime.traffic import Gathers, Reductions
     from shardkit._schedule import Action, UnshardSchedule

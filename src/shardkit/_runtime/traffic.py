@@ -14,11 +14,11 @@ from torch.profiler import record_function
 from shardkit import _events
 from shardkit._compat import torch_devices, torch_tensors
 from shardkit._errors import RankMismatchError, StateError
-from shardkit._params.gradients import start_reduce
-from shardkit._schedule import Op, ReduceOrder
+from shardkit._params.gradients import UnshardedGrad, start_reduce
+from shardkit._schedule import Action, Op, ReduceOrder, UnshardSchedule
 from shardkit._tensor.written_values import fingerprint, note_written
 from shardkit._text import listed
-from shardkit.backends.base import first_of_all
+from shardkit.backends.base import AxisComm, CommStreams, Handle, first_of_all
 from shardkit.backends.watch.diagnosis import WRITTEN_SINCE
 
 if TYPE_CHECKING:
@@ -26,12 +26,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from shardkit._params.flat_store import Store
-    from shardkit._params.gradients import UnshardedGrad
     from shardkit._params.memory import SlotPool
     from shardkit._runtime.agreement import UsedParameters
     from shardkit._runtime.group import ParamGroup
-    from shardkit._schedule import Action, UnshardSchedule
-    from shardkit.backends.base import AxisComm, CommStreams, Handle
     from shardkit.backends.device import Event
 
 

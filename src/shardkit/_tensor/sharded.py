@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import ShardedTensorError
@@ -25,8 +25,6 @@ from shardkit._tensor.client_answers import ClientAnswers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import nn
 
     from shardkit._mesh import DeviceMesh
     from shardkit._tensor.spec import ShardSpec

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from shardkit._errors import ShardedTensorError
-from shardkit._layout import FlatLayout
+from shardkit._layout import EvenLayout, FlatLayout
 from shardkit._settings import SumAxis
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardkit._layout import EvenLayout
     from shardkit._mesh import DeviceMesh
 
 

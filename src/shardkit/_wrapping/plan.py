@@ -21,8 +21,8 @@ from shardkit._module.fully_shard import fully_shard
 from shardkit._module.hooks import get_state
 from shardkit._module.materialize import materialize
 from shardkit._module.placements import place_params
-from shardkit._params.make import plan_buckets
-from shardkit._schedule import Op, UnshardSchedule
+from shardkit._params.make import PlannedBucket, plan_buckets
+from shardkit._schedule import Action, Op, UnshardSchedule
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._text import counted, shown_nbytes
 from shardkit.backends.base import Backend
@@ -30,9 +30,7 @@ from shardkit.backends.base import Backend
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardkit._params.make import PlannedBucket
     from shardkit._params.sites import ParamEntry
-    from shardkit._schedule import Action
     from shardkit._wrapping.experts import Experts
     from shardkit._wrapping.policies import Choice, ModuleTree
     from shardkit._wrapping.strategies import Strategy

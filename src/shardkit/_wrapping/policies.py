@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -22,8 +22,6 @@ from shardkit._params.packing import numel_and_dtype
 from shardkit._text import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from shardkit._settings import MixedPrecisionPolicy
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardkit._compat import torch_groups
 from shardkit._errors import StateError
-from shardkit.backends.device import AcceleratorDevice
+from shardkit.backends.device import AcceleratorDevice, Event, Stream
 from shardkit.backends.graphs import StreamGraph
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
@@ -33,7 +33,7 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
-from shardkit.backends.watch.watchdog import channel_of
+from shardkit.backends.watch.watchdog import Issued, channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
         Handle,
         Reduction,
     )
-    from shardkit.backends.device import Event, Stream
-    from shardkit.backends.watch.watchdog import Issued
 
 
 # --- axes -----------------------------------------------------------------------------------------

@@ -10,14 +10,13 @@ import torch
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import StateError
-from shardkit._settings import SumAxis
+from shardkit._settings import AllGather, ReduceScatter, SumAxis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from shardkit._settings import AllGather, ReduceScatter
     from shardkit.backends.device import Event, Stream
     from shardkit.backends.graphs import StreamGraph
 

@@ -24,7 +24,7 @@ import torch
 
 from shardkit._compat import torch_groups
 from shardkit.backends import groups
-from shardkit.backends.host_links import CONNECT_S, RETRY_S, Outbox
+from shardkit.backends.host_links import CONNECT_S, RETRY_S, HostLinks, Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from shardkit.backends.host_links import HostLinks
 
 _MESSAGE = struct.Struct("<BBQQQ")
 """Kind, lane, number of the exchange; of an offer also the address and the length of its table."""

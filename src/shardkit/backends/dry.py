@@ -19,7 +19,7 @@ from shardkit._compat import torch_groups
 from shardkit._errors import StateError
 from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
 from shardkit.backends.base import InGraph
-from shardkit.backends.device import AcceleratorDevice
+from shardkit.backends.device import AcceleratorDevice, Event, Stream
 from shardkit.backends.gloo import GlooAxis, GlooBackend
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import ProcessGroupBackend, from_torch_mesh
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._mesh import DeviceMesh
-    from shardkit.backends.device import Event, Stream
 
 _META = torch.device("meta")
 _HOST_MARK = "shardkit_is_on_host"

@@ -24,11 +24,20 @@ import torch
 import torch.distributed as dist
 
 from shardkit._compat import torch_tensors
-from shardkit.backends.base import Gather, end_to_end
-from shardkit.backends.direct_reads import read_directly
+from shardkit.backends.base import (
+    AllToAll,
+    AxisComm,
+    CommStreams,
+    Gather,
+    Handle,
+    Reduction,
+    end_to_end,
+)
+from shardkit.backends.direct_reads import DirectExchange, DirectReads, read_directly
 from shardkit.backends.groups import sub_group
 from shardkit.backends.host_links import connect
 from shardkit.backends.process_group import (
+    CustomCollective,
     ProcessGroupAxis,
     ProcessGroupBackend,
     WatchedStreams,
@@ -40,20 +49,15 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
-from shardkit.backends.shared_memory import share_memory
-from shardkit.backends.watch.watchdog import channel_of
+from shardkit.backends.shared_memory import Shared, SharedMemory, share_memory
+from shardkit.backends.watch.watchdog import Issued, channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Handle, Reduction
     from shardkit.backends.device import Event
-    from shardkit.backends.direct_reads import DirectExchange, DirectReads
-    from shardkit.backends.process_group import CustomCollective
-    from shardkit.backends.shared_memory import Shared, SharedMemory
-    from shardkit.backends.watch.watchdog import Issued
 
     _Pieces = tuple[Sequence[Tensor], list[Tensor], Tensor]
 

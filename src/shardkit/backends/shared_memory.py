@@ -29,7 +29,7 @@ import torch
 
 from shardkit._compat import torch_groups
 from shardkit.backends.groups import exchange
-from shardkit.backends.host_links import CONNECT_S, RETRY_S, Outbox
+from shardkit.backends.host_links import CONNECT_S, RETRY_S, HostLinks, Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from shardkit.backends.host_links import HostLinks
 
 _MESSAGE = struct.Struct("<IIQQQQ")
 """Lane, block, number of the message, bytes, and the number of messages read of each lane."""

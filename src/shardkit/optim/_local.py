@@ -16,7 +16,7 @@ from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import memory_of, writing_only
 from shardkit.backends.device import own_random_numbers
-from shardkit.optim._codecs import codec_of, fresh_state, is_number
+from shardkit.optim._codecs import Codec, codec_of, fresh_state, is_number
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._refusals import check_class, check_options
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
-
-    from shardkit.optim._codecs import Codec
 
 
 # --- random numbers alike on replicas -------------------------------------------------------------

@@ -18,15 +18,13 @@ from shardkit._tensor.written_values import Mark, memory_of, writing_only
 from shardkit._text import NotOfKindError, byte_size
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
-from shardkit.optim._owners import Gathering, Scattering, make_owner_groups, matrix_cost
+from shardkit.optim._owners import Gathering, OwnerGroup, Scattering, make_owner_groups, matrix_cost
 from shardkit.optim._refusals import check_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
-
-    from shardkit.optim._owners import OwnerGroup
 
 
 # --- state as all ranks see it --------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit._compat.torch_autograd import is_from_engine
-from shardkit._events import StepObserver
+from shardkit._events import StepEvent, StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
@@ -26,8 +26,6 @@ from shardkit.planning._kernels import flops_of, kernel_of, scratch_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from shardkit._events import StepEvent
 
 
 @dataclass(slots=True, eq=False)

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardkit._errors import StateError
 from shardkit.tracing.exposed import COMPUTE
 from shardkit.tracing.picture import LOOKS, chosen_ranks, color_key
-from shardkit.tracing.trace import memory_of
+from shardkit.tracing.trace import Trace, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from shardkit.tracing.trace import Trace
 
 _MAX_EVENTS = 150_000
 _NUM_PARTS = 1000

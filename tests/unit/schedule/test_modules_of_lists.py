@@ -9,10 +9,7 @@ import typing
 
 import pytest
 
-from shardkit._schedule import BackwardPrefetch, Op, UnshardSchedule
-
-if typing.TYPE_CHECKING:
-    from shardkit._schedule import Action
+from shardkit._schedule import Action, BackwardPrefetch, Op, UnshardSchedule
 
 SIZES = 100, 100, 1 << 19, 1 << 22
 Log = list[typing.Any]

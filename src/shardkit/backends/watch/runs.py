@@ -24,12 +24,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardkit._processes import machine_id, process_state
-from shardkit.backends.watch.status import from_text, to_text
+from shardkit.backends.watch.status import RankStatus, from_text, to_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from shardkit.backends.watch.status import RankStatus
 
 
 # --- keys of one run in a store -------------------------------------------------------------------

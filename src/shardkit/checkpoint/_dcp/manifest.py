@@ -16,6 +16,7 @@ from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.disk import (
     DAMAGED,
     SIZE_LIMIT,
+    Key,
     Keys,
     is_plain_name,
     key_of_number,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from shardkit.checkpoint._files.disk import Key
 
 MANIFEST_FILE = "shardkit.json"  # Name of the manifest in a checkpoint's directory.
 
