@@ -42,13 +42,9 @@ _BESIDE_LIMIT = 1.02
 
 @dataclass(frozen=True)
 class CheckpointCase:
-    """A GPT with AdamW's state, of the size in the settings.
+    """A GPT with AdamW's state, of the size in the settings."""
 
-    Attributes:
-        summary: The case in words.
-    """
-
-    summary: str
+    summary: str  # The case in words.
 
     def run(self, settings: Settings) -> Report:
         """Run saves and loads of the contenders in turns."""

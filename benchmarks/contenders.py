@@ -51,8 +51,7 @@ EXPERTS = "shardkit, one call"
 FSDP2_EXPERTS = "torch FSDP2, two groups"
 ONE_GROUP = "one group"
 LISTS = "shardkit, lists of 64"
-FLAT = "plain fused"
-"""The floor, whose 1/N of the optimizer state is updated by the fused kernel."""
+FLAT = "plain fused"  # The floor, whose 1/N of the optimizer state is updated by the fused kernel.
 BESIDE = "shardkit beside"
 """shardkit of another commit: the environment variable below has its folder ``src``."""
 BESIDE_SOURCE = "SHARDKIT_BENCH_BESIDE"
@@ -64,30 +63,24 @@ Model = GPT | Llama | MixtureOfExperts | Many
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a model, and the precision of its compute.
+    """What is trained: a model, and the precision of its compute."""
 
-    Attributes:
-        shape: Sizes of the model and of a rank's batch.
-        param_dtype: Compute dtype of mixed precision; None computes as the parameters are stored.
-        stored_dtype: Dtype of the parameters, hence of the optimizer; None: fp32.
-        reduce_dtype: Dtype of gradients in reductions; None: the dtype in which they are computed.
-        compiled: Whether the forward of each layer is compiled by itself.
-        reshard_after_forward: Argument of `fully_shard`, of shardkit and FSDP2; None: the default.
-        microbatches: Backwards in each step; gradients are synced in the last one.
-        adapter_rank: Rank of the adapters beside each linear layer of the blocks, which alone are
-            trained; 0: there are no adapters, and everything is trained.
-        recompute: Whether backward runs each block's forward again.
-    """
-
+    # Sizes of the model and of a rank's batch.
     shape: GPTShape | LlamaShape | ExpertsShape | ManyShape
+    # Compute dtype of mixed precision; None computes as the parameters are stored.
     param_dtype: torch.dtype | None = None
+    # Dtype of the parameters, hence of the optimizer; None: fp32.
     stored_dtype: torch.dtype | None = None
+    # Dtype of gradients in reductions; None: the dtype in which they are computed.
     reduce_dtype: torch.dtype | None = torch.float32
-    compiled: bool = False
+    compiled: bool = False  # Whether the forward of each layer is compiled by itself.
+    # Argument of `fully_shard`, of shardkit and FSDP2; None: the default.
     reshard_after_forward: bool | None = None
-    microbatches: int = 1
+    microbatches: int = 1  # Backwards in each step; gradients are synced in the last one.
+    # Rank of the adapters beside each linear layer of the blocks, which alone are trained; 0: there
+    # are no adapters, and everything is trained.
     adapter_rank: int = 0
-    recompute: bool = False
+    recompute: bool = False  # Whether backward runs each block's forward again.
 
 
 class Optimizer(Protocol):
@@ -111,16 +104,11 @@ class Several:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A model that is ready to train, however it is distributed.
+    """A model that is ready to train, however it is distributed."""
 
-    Attributes:
-        model: The model, which returns its loss.
-        optimizer: The optimizer of the parameters that this rank updates.
-        autocast: A function that makes the context of every forward.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
+    model: nn.Module  # The model, which returns its loss.
+    optimizer: Optimizer  # The optimizer of the parameters that this rank updates.
+    # A function that makes the context of every forward.
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     set_sync: Callable[[bool], object] = lambda _: None
     """Called before a forward: whether its backward syncs gradients."""

@@ -15,29 +15,17 @@ from models import Attention
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """Sizes of a mixture of experts and of the batch that one rank feeds it.
+    """Sizes of a mixture of experts and of the batch that one rank feeds it."""
 
-    Attributes:
-        dim: Width of the residual stream.
-        hidden: Width inside an expert.
-        num_experts: Number of experts of each block; a token goes to one of them.
-        num_layers: Transformer blocks.
-        num_heads: Attention heads; divides ``dim``.
-        batch: Sequences per rank and step.
-        sequence: Tokens per sequence.
-        ep: Number of ranks that hold different experts.
-        vocab: Entries of the byte vocabulary.
-    """
-
-    dim: int
-    hidden: int
-    num_experts: int
-    num_layers: int
-    num_heads: int
-    batch: int
-    sequence: int
-    ep: int
-    vocab: int = 256
+    dim: int  # Width of the residual stream.
+    hidden: int  # Width inside an expert.
+    num_experts: int  # Number of experts of each block; a token goes to one of them.
+    num_layers: int  # Transformer blocks.
+    num_heads: int  # Attention heads; divides ``dim``.
+    batch: int  # Sequences per rank and step.
+    sequence: int  # Tokens per sequence.
+    ep: int  # Number of ranks that hold different experts.
+    vocab: int = 256  # Entries of the byte vocabulary.
 
     def build(self) -> "MixtureOfExperts":
         """Make the model on the current default device, with all experts."""

@@ -11,25 +11,15 @@ _ROTARY_BASE = 10_000.0
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama and of the batch that one rank feeds it.
+    """Sizes of a Llama and of the batch that one rank feeds it."""
 
-    Attributes:
-        dim: Width of the residual stream.
-        hidden: Width inside the MLP.
-        num_layers: Number of transformer blocks; each is one group.
-        num_heads: Attention heads; divides ``dim`` into even parts.
-        batch: Sequences per rank and step.
-        sequence: Tokens per sequence.
-        vocab: Entries of the vocabulary.
-    """
-
-    dim: int
-    hidden: int
-    num_layers: int
-    num_heads: int
-    batch: int
-    sequence: int
-    vocab: int
+    dim: int  # Width of the residual stream.
+    hidden: int  # Width inside the MLP.
+    num_layers: int  # Number of transformer blocks; each is one group.
+    num_heads: int  # Attention heads; divides ``dim`` into even parts.
+    batch: int  # Sequences per rank and step.
+    sequence: int  # Tokens per sequence.
+    vocab: int  # Entries of the vocabulary.
 
     @property
     def block_numel(self) -> int:

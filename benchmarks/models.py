@@ -10,23 +10,14 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 @dataclass(frozen=True)
 class GPTShape:
-    """Sizes of a GPT and of the batch that one rank feeds it.
+    """Sizes of a GPT and of the batch that one rank feeds it."""
 
-    Attributes:
-        dim: Width of the residual stream.
-        num_layers: Number of transformer blocks; each is one group.
-        num_heads: Attention heads; divides ``dim``.
-        batch: Sequences per rank and step.
-        sequence: Tokens per sequence.
-        vocab: Entries of the byte vocabulary.
-    """
-
-    dim: int
-    num_layers: int
-    num_heads: int
-    batch: int
-    sequence: int
-    vocab: int = 256
+    dim: int  # Width of the residual stream.
+    num_layers: int  # Number of transformer blocks; each is one group.
+    num_heads: int  # Attention heads; divides ``dim``.
+    batch: int  # Sequences per rank and step.
+    sequence: int  # Tokens per sequence.
+    vocab: int = 256  # Entries of the byte vocabulary.
 
     def build(self) -> "GPT":
         """Make the model on the current default device."""
@@ -95,21 +86,13 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class ManyShape:
-    """Sizes of a model of many small layers and of the batch that one rank feeds it.
+    """Sizes of a model of many small layers and of the batch that one rank feeds it."""
 
-    Attributes:
-        num_layers: Number of layers, each with one parameter.
-        most: Largest number of a parameter's elements; the smallest is 1.
-        batch: Sequences per rank and step.
-        sequence: Tokens per sequence.
-        vocab: Number of different tokens.
-    """
-
-    num_layers: int
-    most: int
-    batch: int
-    sequence: int
-    vocab: int = 256
+    num_layers: int  # Number of layers, each with one parameter.
+    most: int  # Largest number of a parameter's elements; the smallest is 1.
+    batch: int  # Sequences per rank and step.
+    sequence: int  # Tokens per sequence.
+    vocab: int = 256  # Number of different tokens.
 
     def build(self) -> "Many":
         """Make the model on the current default device."""

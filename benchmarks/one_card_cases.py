@@ -33,17 +33,11 @@ _TINY = LlamaShape(dim=32, hidden=88, num_layers=2, num_heads=2, batch=1, sequen
 
 @dataclass(frozen=True)
 class OneRankCase:
-    """A world of one rank: the work beyond plain torch is the cost of sharding.
+    """A world of one rank: the work beyond plain torch is the cost of sharding."""
 
-    Attributes:
-        summary: The workload in words.
-        workload: The model and the batch.
-        contenders: Names of the contenders that train it.
-    """
-
-    summary: str
-    workload: Workload
-    contenders: Sequence[str]
+    summary: str  # The workload in words.
+    workload: Workload  # The model and the batch.
+    contenders: Sequence[str]  # Names of the contenders that train it.
 
     def run(self, settings: Settings) -> Report:
         """Let the contenders take turns, and compare their first losses."""
@@ -86,19 +80,12 @@ class OneRankCase:
 
 @dataclass(frozen=True)
 class FakeCase:
-    """A fake process group: one rank does all of its own work, and nothing is communicated.
+    """A fake process group: one rank does all of its own work, and nothing is communicated."""
 
-    Attributes:
-        summary: The workloads in words.
-        workload: The workload whose time and memory are measured on the card.
-        small: The workload for the host's time: small layers, which leave the card idle.
-        sizes: Numbers of ranks of the group.
-    """
-
-    summary: str
-    workload: Workload
-    small: Workload
-    sizes: Sequence[int]
+    summary: str  # The workloads in words.
+    workload: Workload  # The workload whose time and memory are measured on the card.
+    small: Workload  # The workload for the host's time: small layers, which leave the card idle.
+    sizes: Sequence[int]  # Numbers of ranks of the group.
 
     def run(self, settings: Settings) -> Report:
         """Measure steps, then the host's time, for one size after the other."""

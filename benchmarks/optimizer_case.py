@@ -10,21 +10,14 @@ from rounds import Settings, Timing, able, time_interleaved
 
 @dataclass(frozen=True)
 class OptimizerCase:
-    """One workload; only the optimizer's step counts.
+    """One workload; only the optimizer's step counts."""
 
-    Attributes:
-        summary: The workload in words.
-        workload: The model and the batch.
-        subject: The contender whose step is judged.
-        limits: The largest ratios of its step to those of other contenders, by contender.
-        others: Contenders that are measured as well.
-    """
-
-    summary: str
-    workload: Workload
-    subject: str
+    summary: str  # The workload in words.
+    workload: Workload  # The model and the batch.
+    subject: str  # The contender whose step is judged.
+    # The largest ratios of its step to those of other contenders, by contender.
     limits: Mapping[str, float]
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # Contenders that are measured as well.
 
     def run(self, settings: Settings) -> Report:
         """Time whole steps of the contenders in turns, and report the time of the optimizer."""

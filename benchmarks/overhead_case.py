@@ -11,15 +11,10 @@ _PHASES = ("forward_s", "backward_s", "optimizer_s")
 
 @dataclass(frozen=True)
 class OverheadCase:
-    """A model with almost no compute, on one CPU rank.
+    """A model with almost no compute, on one CPU rank."""
 
-    Attributes:
-        summary: The workload in words.
-        workload: The model and the batch; the blocks and the root are the groups.
-    """
-
-    summary: str
-    workload: Workload
+    summary: str  # The workload in words.
+    workload: Workload  # The model and the batch; the blocks and the root are the groups.
 
     def run(self, settings: Settings) -> Report:
         """Time the wrapped models and the plain one in turns; report the overhead per group."""

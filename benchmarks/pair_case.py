@@ -13,25 +13,15 @@ _PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")
 
 @dataclass(frozen=True)
 class PairCase:
-    """One workload, sharded in several ways on CPU ranks.
+    """One workload, sharded in several ways on CPU ranks."""
 
-    Attributes:
-        summary: The workload in words.
-        workload: The model and the batch.
-        subject: The contender that is judged.
-        reference: The contender by which it is judged.
-        step_limit: The target for the subject's step over that of the reference.
-        num_ranks: Number of ranks.
-        others: Contenders that are measured as well.
-    """
-
-    summary: str
-    workload: Workload
-    subject: str
-    reference: str
-    step_limit: float
-    num_ranks: int
-    others: tuple[str, ...] = ()
+    summary: str  # The workload in words.
+    workload: Workload  # The model and the batch.
+    subject: str  # The contender that is judged.
+    reference: str  # The contender by which it is judged.
+    step_limit: float  # The target for the subject's step over that of the reference.
+    num_ranks: int  # Number of ranks.
+    others: tuple[str, ...] = ()  # Contenders that are measured as well.
 
     def run(self, settings: Settings) -> Report:
         """Time all in turns, and compare the losses of the two."""

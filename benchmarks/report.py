@@ -48,15 +48,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Target:
-    """An upper limit that shardkit set itself.
+    """An upper limit that shardkit set itself."""
 
-    Attributes:
-        what: The quantity, a ratio.
-        limit: The largest value that meets the target.
-    """
-
-    what: str
-    limit: float
+    what: str  # The quantity, a ratio.
+    limit: float  # The largest value that meets the target.
 
     def verdict(self, got: float, digits: int = 2) -> str:
         """Say whether a measurement is within the limit."""
@@ -66,23 +61,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Report:
-    """What one case found.
+    """What one case found."""
 
-    Attributes:
-        title: The case, in words.
-        columns: Heads of the table.
-        rows: Cells, by row.
-        notes: Sentences below the table.
-        measured: All measurements behind the table, ready for JSON.
-        failures: Reasons not to trust the table; with any, the run fails.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
+    title: str  # The case, in words.
+    columns: Sequence[str]  # Heads of the table.
+    rows: Sequence[Sequence[str]]  # Cells, by row.
+    notes: Sequence[str] = ()  # Sentences below the table.
+    # All measurements behind the table, ready for JSON.
     measured: dict[str, Any] = field(default_factory=dict)
-    failures: Sequence[str] = ()
+    failures: Sequence[str] = ()  # Reasons not to trust the table; with any, the run fails.
 
     def markdown(self) -> str:
         """Write the title, the table and the notes."""

@@ -17,38 +17,24 @@ _COUNTED_STEPS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """How much to measure, and where.
+    """How much to measure, and where."""
 
-    Attributes:
-        num_rounds: Number of turns of every contender.
-        num_steps: Number of timed steps in a turn.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        world_size: Number of ranks of every contender.
-        state_gb: Size of a checkpoint, in units of 10^9 bytes.
-        small: Whether the cases of one card train tiny models, only to check that they run.
-    """
-
-    num_rounds: int
-    num_steps: int
-    device_type: str
-    world_size: int
-    state_gb: float = 1.0
+    num_rounds: int  # Number of turns of every contender.
+    num_steps: int  # Number of timed steps in a turn.
+    device_type: str  # ``"cpu"`` or ``"cuda"``.
+    world_size: int  # Number of ranks of every contender.
+    state_gb: float = 1.0  # Size of a checkpoint, in units of 10^9 bytes.
+    # Whether the cases of one card train tiny models, only to check that they run.
     small: bool = False
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender's turns, in order, each as its slowest rank saw it.
+    """One contender's turns, in order, each as its slowest rank saw it."""
 
-    Attributes:
-        rounds: The times of each turn.
-        final_loss: The loss after the last turn, averaged over the ranks.
-        resident_peak: The largest resident memory of a rank in bytes, above the imports.
-    """
-
-    rounds: list[StepTimes]
-    final_loss: float
-    resident_peak: int
+    rounds: list[StepTimes]  # The times of each turn.
+    final_loss: float  # The loss after the last turn, averaged over the ranks.
+    resident_peak: int  # The largest resident memory of a rank in bytes, above the imports.
 
 
 def able(contenders: Sequence[str]) -> list[str]:

@@ -27,21 +27,14 @@ _MEMORY_LIMIT = 0.95
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One workload for all contenders.
+    """One workload for all contenders."""
 
-    Attributes:
-        summary: The workload in words.
-        workload: The model and the batch.
-        step_limit: The target for shardkit's step over FSDP2's on CPU ranks, if there is one.
-        ddp_limit: The target for the same step over DDP's.
-        num_ranks: Number of CPU ranks.
-    """
-
-    summary: str
-    workload: Workload
+    summary: str  # The workload in words.
+    workload: Workload  # The model and the batch.
+    # The target for shardkit's step over FSDP2's on CPU ranks, if there is one.
     step_limit: float | None = None
-    ddp_limit: float | None = None
-    num_ranks: int = 2
+    ddp_limit: float | None = None  # The target for the same step over DDP's.
+    num_ranks: int = 2  # Number of CPU ranks.
 
     def run(self, settings: Settings) -> Report:
         """Time the contenders in turns, then count their memory one by one."""

@@ -105,19 +105,13 @@ class Worker:
 
 @dataclass(frozen=True)
 class XlaCase:
-    """Steps of a GPT in one of torch_xla's two modes.
+    """Steps of a GPT in one of torch_xla's two modes."""
 
-    Attributes:
-        summary: The case in words.
-        contenders: Functions of `xla_worker`, by the names in the table; the first is shardkit's.
-        num_devices: Number of virtual devices of the CPU.
-        shape: Sizes of the model.
-    """
-
-    summary: str
+    summary: str  # The case in words.
+    # Functions of `xla_worker`, by the names in the table; the first is shardkit's.
     contenders: Mapping[str, str]
-    num_devices: int
-    shape: GPTShape
+    num_devices: int  # Number of virtual devices of the CPU.
+    shape: GPTShape  # Sizes of the model.
 
     def run(self, settings: Settings) -> Report:
         """Measure; without torch_xla the table is empty."""

@@ -13,17 +13,11 @@ _TEMP = re.compile(r"size (\d+), preallocated-temp")
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program, as one of its devices runs it.
+    """One compiled program, as one of its devices runs it."""
 
-    Attributes:
-        counts: Numbers of collectives, by opcode.
-        bytes_moved: Bytes that a device sends in collectives, by rings.
-        temp_bytes: Bytes of memory apart from arguments and results.
-    """
-
-    counts: dict[str, int]
-    bytes_moved: int
-    temp_bytes: int
+    counts: dict[str, int]  # Numbers of collectives, by opcode.
+    bytes_moved: int  # Bytes that a device sends in collectives, by rings.
+    temp_bytes: int  # Bytes of memory apart from arguments and results.
 
     @property
     def num_collectives(self) -> int:

@@ -26,17 +26,11 @@ LISTENING_PORTS = range(20_000, 30_000)  # The system gives connections a port a
 
 
 class Ended(typing.NamedTuple):
-    """How a process ended.
+    """How a process ended."""
 
-    Attributes:
-        code: Its exit status; None: it did not end in time.
-        output: Both of its streams.
-        seconds: From the start on.
-    """
-
-    code: int | None
-    output: str
-    seconds: float
+    code: int | None  # Its exit status; None: it did not end in time.
+    output: str  # Both of its streams.
+    seconds: float  # From the start on.
 
 
 def free_port() -> int:

@@ -11,15 +11,13 @@ import typing
 import torch
 from torch import Tensor, nn
 
-from models import CASES
+from models import CASES, Case
 from reference import make_mesh, my_batch, shard
 from shardkit import MixedPrecisionPolicy, ShardedTensor
 from shardkit.optim import MatrixOptimizer
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from models import Case
 
 
 class Shampoo(torch.optim.Optimizer):

@@ -225,20 +225,14 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and how to train it.
+    """A model and how to train it."""
 
-    Attributes:
-        make: Makes the model from the global random state.
-        groups: The modules that get a group of their own, in the order to shard them; the root is
-            none of them.
-        batch: Draws a batch.
-        loss: Scalar loss of a model on a batch.
-    """
-
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module]  # Makes the model from the global random state.
+    # The modules that get a group of their own, in the order to shard them; the root is none of
+    # them.
     groups: Callable[[nn.Module], list[nn.Module]]
-    batch: Callable[[torch.Generator], Batch]
-    loss: Callable[[nn.Module, Batch], Tensor]
+    batch: Callable[[torch.Generator], Batch]  # Draws a batch.
+    loss: Callable[[nn.Module, Batch], Tensor]  # Scalar loss of a model on a batch.
 
 
 CASES = {

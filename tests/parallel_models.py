@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from models import (
     VOCABULARY,
     WIDTHS,
+    Batch,
     Case,
     cross_entropy,
     regression_batch,
@@ -38,10 +40,6 @@ from reference import rank_batch
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
-
-    from models import Batch
-
     Plan = dict[str, ParallelStyle]
 
 # The last axis is tensor-parallel; the first of three replicates.

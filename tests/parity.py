@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import CASES
+from models import CASES, Batch, Case
 from reference import (
     OPTIMIZERS,
     STEPS,
@@ -49,14 +49,12 @@ from reference import (
     step_all,
     train,
 )
-from workers import in_each
+from workers import Spawn, in_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from models import Batch, Case
     from shardkit import DeviceMesh
-    from workers import Spawn
 
 NUM_XLA_DEVICES = 4
 XLA_MARKS = (
@@ -290,17 +288,11 @@ def in_turns(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """``run(case, *args)``: what ``case(ranks, *args)`` returned in each process of a backend.
+    """``run(case, *args)``: what ``case(ranks, *args)`` returned in each process of a backend."""
 
-    Attributes:
-        backend: A key of `STARTS`.
-        mesh_shape: (shard,) or (replicate, shard).
-        spawn: Runs a function in each of some processes, or of some replicas.
-    """
-
-    backend: str
-    mesh_shape: tuple[int, ...]
-    spawn: Spawn
+    backend: str  # A key of `STARTS`.
+    mesh_shape: tuple[int, ...]  # (shard,) or (replicate, shard).
+    spawn: Spawn  # Runs a function in each of some processes, or of some replicas.
 
     def __call__(self, case: Callable[..., typing.Any], *args: typing.Any) -> list[typing.Any]:
         return self._start(case, *args)

@@ -15,14 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit
-from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from shardkit import (
+    CPUOffloadPolicy,
+    DeviceMesh,
+    MixedPrecisionPolicy,
+    checkpoint_activations,
+    fully_shard,
+)
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
 from shardkit.planning._allocator import reserved_nbytes
 from shardkit.planning._run import Run, batch_on_meta, dry_run
 from wrapped_models import Stack
 
 if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
     from shardkit._events import StepEvent
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -294,8 +299,7 @@ def _few_rows() -> Tensor:
     return torch.ones(1, 250)
 
 
-NUM_CHEAP = 5
-"""So many of the cases are tried in the session `tests`, the others in `helpers`."""
+NUM_CHEAP = 5  # So many of the cases are tried in the session `tests`, the others in `helpers`.
 EIGHT_RANKS = ["eight ranks", "experts, hybrid on eight ranks"]
 """These are tried in the session `eight_ranks`."""
 
@@ -353,19 +357,13 @@ Edge = tuple[typing.Any, ...]
 
 @dataclasses.dataclass
 class Seen:
-    """What a step did.
+    """What a step did."""
 
-    Attributes:
-        collectives: Names and bytes of the collectives.
-        edges: What the core told, beginnings and ends each on its own, in order.
-        peaks: The most bytes at once between two edges, before the first and after the last.
-        reserved: What the allocator of a card reserves, in a plan.
-    """
-
-    collectives: list[tuple[str, int]]
-    edges: list[Edge]
+    collectives: list[tuple[str, int]]  # Names and bytes of the collectives.
+    edges: list[Edge]  # What the core told, beginnings and ends each on its own, in order.
+    # The most bytes at once between two edges, before the first and after the last.
     peaks: list[int]
-    reserved: int = 0
+    reserved: int = 0  # What the allocator of a card reserves, in a plan.
 
 
 def edges_of(events: list[StepEvent]) -> list[Edge]:

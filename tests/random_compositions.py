@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,7 +35,6 @@ from shardkit import FSDPModule, fully_shard
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 WIDTH, HIDDEN, VOCABULARY, SEQUENCE, NUM_EXPERTS, BATCH = 6, 10, 12, 4, 4, 2
@@ -59,20 +58,15 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How a model is spread over the ranks.
+    """How a model is spread over the ranks."""
 
-    Attributes:
-        shape: Sizes of `AXES`.
-        stream: What a rank of tensor parallelism has between layers.
-        moves_tokens: Experts lie on the ranks of the shard axis, which have data of their own.
-        groups: Modules of which each is a group, beside the root.
-        options: Of `fully_shard`, one after the other: what is freed, and what is not sharded.
-    """
-
-    shape: Shape
+    shape: Shape  # Sizes of `AXES`.
+    # What a rank of tensor parallelism has between layers.
     stream: typing.Literal["whole", "parts", "dtensors"]
-    moves_tokens: bool
+    moves_tokens: bool  # Experts lie on the ranks of the shard axis, which have data of their own.
+    # Modules of which each is a group, beside the root.
     groups: typing.Literal["blocks", "a list", "layers", "none"]
+    # Of `fully_shard`, one after the other: what is freed, and what is not sharded.
     options: list[tuple[bool | None, bool]]
     is_recomputed: bool
     prefetches: bool

@@ -66,13 +66,10 @@ class Life:
     way: str
     meshes: list[tuple[int, ...]]
     by_layers: list[bool]
-    is_early: bool
-    """The save comes between a backward and its step."""
-    steps_before_load: int
-    """Steps of another training that the load ends."""
+    is_early: bool  # The save comes between a backward and its step.
+    steps_before_load: int  # Steps of another training that the load ends.
     on_meta: bool
-    goes_back: bool
-    """The training itself goes on for a step, and then back to what it has saved."""
+    goes_back: bool  # The training itself goes on for a step, and then back to what it has saved.
 
 
 def drawn(number: int) -> Life:

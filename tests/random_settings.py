@@ -100,8 +100,7 @@ class Micro:
     sync: bool
     all_reduce: bool
     is_last: bool
-    other: int | None
-    """A group that is synced if the others are not, and the other way round."""
+    other: int | None  # A group that is synced if the others are not, and the other way round.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +121,8 @@ class Training:
     has_tokens: bool
     has_ends: bool
     ignores: list[bool]
-    groups: list[list[int]]
-    """Layers of each group; more than one are a list."""
-    policies: list[Policy]
-    """Of the groups, of the tokens and of the root."""
+    groups: list[list[int]]  # Layers of each group; more than one are a list.
+    policies: list[Policy]  # Of the groups, of the tokens and of the root.
     offload: list[bool]
     reshard: list[bool | int | None]
     settings: list[Settings]

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from reference import full_parameters
-from shardkit import FSDPModule, fully_shard
+from shardkit import DeviceMesh, FSDPModule, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardkit import DeviceMesh
 
 WIDTH = 6
 ALL = None
@@ -45,8 +44,7 @@ class Forward:
     shift: float
     mode: Mode
     choices: list[list[Choice]]
-    has_input_grads: bool
-    """The first layer's input requires a gradient."""
+    has_input_grads: bool  # The first layer's input requires a gradient.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +53,10 @@ class Step:
 
     forwards: list[Forward]
     losses: typing.Literal["sum", "product", "each", "reversed"]
-    twice: bool
-    """Each graph is retained for a second backward."""
+    twice: bool  # Each graph is retained for a second backward.
     synced: list[bool]
     """Which backwards average over the ranks. The last one does, or a call after it."""
-    ends_by_call: bool
-    """Gradients are averaged by a call after the last backward."""
+    ends_by_call: bool  # Gradients are averaged by a call after the last backward.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +66,7 @@ class Training:
     widths: list[int]
     order: list[int]
     recomputed: int | None
-    has_ends: bool
-    """The root has parameters, before and after the layers."""
+    has_ends: bool  # The root has parameters, before and after the layers.
     in_one_group: bool
     reshard_after_forward: bool | None
     steps: list[Step]

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._mesh import DeviceMesh
-from shardkit.backends.base import Backend, CommStreams
+from shardkit.backends.base import AxisComm, Backend, CommStreams, Gather, Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-    from shardkit.backends.base import AxisComm, Gather, Reduction
 
 
 class RecordingAxis:

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models import PARAMETER_SHAPES, Batch, Case, Parameters
-from shardkit import ShardedTensor, fully_shard, init_device_mesh
+from shardkit import DeviceMesh, ShardedTensor, fully_shard, init_device_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from shardkit import DeviceMesh
 
 AXES = ("replicate", "shard")
 STEPS = 6
@@ -306,3 +305,9 @@ def assert_each_within(found: Mapping[str, Sequence[Differences]], /, **toleranc
     """Check what every rank found in each of several cases: see `assert_within`."""
     for what, by_rank in found.items():
         assert_within(by_rank, what, **tolerances)
+
+
+def assert_nothing_wrong(by_rank: Sequence[Sequence[str]]) -> None:
+    """Check that no rank found anything wrong, else show all of it."""
+    shown = [f"rank {rank}: {why}" for rank, found in enumerate(by_rank) for why in found]
+    assert not shown, "\n".join(shown)

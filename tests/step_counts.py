@@ -39,8 +39,7 @@ Counts = dict[str, int]
 _GOLDEN = Path(__file__).parent / "golden" / "step_counts.toml"
 _RENEW = "SHARDKIT_NEW_COUNTS"
 _CALLS = "calls of Python"
-ABOUT = "about (5 %)"
-"""Begins the name of a count that is not the same in each run."""
+ABOUT = "about (5 %)"  # Begins the name of a count that is not the same in each run.
 _TOLERANCE = 0.05
 _OURS = str(Path(shardkit.__file__).parent)
 # How often it looks for messages depends on when they come.

@@ -25,29 +25,18 @@ NET = "10.213.77"
 
 
 class Ended(typing.NamedTuple):
-    """How a command on a host ended.
+    """How a command on a host ended."""
 
-    Attributes:
-        code: Its exit status.
-        output: Both of its streams.
-        at: When, by `time.monotonic`.
-    """
-
-    code: int
-    output: str
-    at: float
+    code: int  # Its exit status.
+    output: str  # Both of its streams.
+    at: float  # When, by `time.monotonic`.
 
 
 class Running(typing.NamedTuple):
-    """A command on a host, and all that it started there.
+    """A command on a host, and all that it started there."""
 
-    Attributes:
-        process: The one that holds the host's namespaces: all end with it.
-        file: What is written.
-    """
-
-    process: subprocess.Popen[bytes]
-    file: pathlib.Path
+    process: subprocess.Popen[bytes]  # The one that holds the host's namespaces: all end with it.
+    file: pathlib.Path  # What is written.
 
     def output(self) -> str:
         return self.file.read_text(errors="replace")
@@ -77,19 +66,12 @@ class Running(typing.NamedTuple):
 
 
 class Host(typing.NamedTuple):
-    """One of them.
+    """One of them."""
 
-    Attributes:
-        namespace: Of its network.
-        interface: To the other one.
-        address: On it.
-        name: What it calls itself.
-    """
-
-    namespace: str
-    interface: str
-    address: str
-    name: str
+    namespace: str  # Of its network.
+    interface: str  # To the other one.
+    address: str  # On it.
+    name: str  # What it calls itself.
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command that runs another one here, with process ids of its own."""

@@ -146,19 +146,12 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """A rank's function raised.
+    """A rank's function raised."""
 
-    Attributes:
-        type_name: Name of the exception's class.
-        bases: Names of that class and all its bases.
-        message: ``str`` of the exception.
-        traceback: As Python prints it.
-    """
-
-    type_name: str
-    bases: tuple[str, ...]
-    message: str
-    traceback: str
+    type_name: str  # Name of the exception's class.
+    bases: tuple[str, ...]  # Names of that class and all its bases.
+    message: str  # ``str`` of the exception.
+    traceback: str  # As Python prints it.
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
@@ -199,19 +192,12 @@ Outcome = Returned | Raised | Died | Stuck
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the parent sends to a rank.
+    """What the parent sends to a rank."""
 
-    Attributes:
-        number: Count of calls to this pool; names the call's rendezvous.
-        timeout_s: How long the parent waits.
-        sys_path: The parent's, so that the ranks import the same test modules.
-        pickled: The function, by module and name, and its arguments.
-    """
-
-    number: int
-    timeout_s: float
-    sys_path: list[str]
-    pickled: bytes
+    number: int  # Count of calls to this pool; names the call's rendezvous.
+    timeout_s: float  # How long the parent waits.
+    sys_path: list[str]  # The parent's, so that the ranks import the same test modules.
+    pickled: bytes  # The function, by module and name, and its arguments.
 
 
 # --- a rank -------------------------------------------------------------------------------------

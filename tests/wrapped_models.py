@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models import GPT, VOCABULARY, Block
+from models import VOCABULARY, Block
 
 
 class Stack(nn.Module):
@@ -129,9 +129,3 @@ class Mixture(nn.Module):
         for number, block in enumerate(self.blocks):
             x = block(x, (choices + number) % len(block.experts))
         return self.head(x)
-
-
-def untied_gpt() -> GPT:
-    model = GPT()
-    model.head.weight = nn.Parameter(model.tokens.weight.detach().clone())
-    return model

@@ -22,7 +22,13 @@ from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds
 from shardkit.backends.watch.status import RankStatus
-from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate, describe, verify
+from shardkit.checkpoint._consolidate import (
+    DEFAULT_SUFFIX,
+    TensorSummary,
+    consolidate,
+    describe,
+    verify,
+)
 from shardkit.config._command import config_command
 from shardkit.launch import launch
 from shardkit.planning._command import plan_command
@@ -30,8 +36,6 @@ from shardkit.tracing.command import trace_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from shardkit.checkpoint._consolidate import TensorSummary
 
 
 # --- why: where the ranks of a run are ------------------------------------------------------------

@@ -68,34 +68,21 @@ Phase = Literal["forward", "backward", "recompute", "optimizer"]
 
 
 class StepEvent(NamedTuple):
-    """Something that began and ended on this rank; see the module's docstring.
+    """Something that began and ended on this rank; see the module's docstring."""
 
-    Attributes:
-        kind: Kind of the event.
-        name: Name of the group, as seen from the root, or of another subject.
-        group: Number of the group in its process; -1: the event belongs to no group.
-        phase: Part of the step in which it began. ``optimizer`` is all between a backward and the
-            next forward.
-        nbytes: Size in bytes; the kind says of what.
-        axis: Axis of the mesh that it goes over, ``shard`` or ``replicate``; empty: none.
-        num_ranks: Number of ranks that take part.
-        begin: Time of the beginning in seconds of the observer's clock; 0 in a dry run.
-        opened: Position of the beginning among all beginnings and ends of this observer.
-        end: Time of the end.
-        closed: Position of the end, counted in the same way; for an instant equal to `opened`.
-    """
-
-    kind: Kind
-    name: str
-    group: int
+    kind: Kind  # Kind of the event.
+    name: str  # Name of the group, as seen from the root, or of another subject.
+    group: int  # Number of the group in its process; -1: the event belongs to no group.
+    # Part of the step in which it began. ``optimizer`` is all between a backward and the next
+    # forward.
     phase: Phase
-    nbytes: int
-    axis: str
-    num_ranks: int
-    begin: float
-    opened: int
-    end: float
-    closed: int
+    nbytes: int  # Size in bytes; the kind says of what.
+    axis: str  # Axis of the mesh that it goes over, ``shard`` or ``replicate``; empty: none.
+    num_ranks: int  # Number of ranks that take part.
+    begin: float  # Time of the beginning in seconds of the observer's clock; 0 in a dry run.
+    opened: int  # Position of the beginning among all beginnings and ends of this observer.
+    end: float  # Time of the end.
+    closed: int  # Position of the end, counted in the same way; for an instant equal to `opened`.
 
 
 def edges_of(events: Iterable[StepEvent]) -> list[tuple[float, StepEvent, bool]]:
@@ -113,25 +100,17 @@ _new = tuple.__new__
 
 
 class StepObserver:
-    """An observer that makes events of beginnings and ends, and hands them to a sink.
-
-    Args:
-        sink: Function that gets each event when it ends, in the thread that reports it.
-        clock: Function that returns a time in seconds.
-
-    Attributes:
-        phase: Current part of the step.
-        position: Number of beginnings and ends so far.
-    """
+    """An observer that makes events of beginnings and ends, and hands them to a sink."""
 
     def __init__(
         self, sink: Callable[[StepEvent], object], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.phase: Phase = "forward"
-        self.position = 0
+        self.phase: Phase = "forward"  # Current part of the step.
+        self.position = 0  # Number of beginnings and ends so far.
         self._open: list[_Open] = []
+        # Function that gets each event when it ends, in the thread that reports it.
         self._sink = sink
-        self._clock = clock
+        self._clock = clock  # Function that returns a time in seconds.
 
     @property
     def under_way(self) -> list[StepEvent]:
@@ -204,12 +183,6 @@ class StepObserver:
 class StepLog:
     """A log of the calls of a `StepObserver`, with their times, which makes the events later.
 
-    Args:
-        clock: Function that returns a time in seconds.
-        max_calls: Number of beginnings and ends at which the log is full.
-        when_full: Function that is called when a pass begins while the log is full; it calls
-            `take`.
-
     Cost: 0.2 us for each beginning and end, and 2 us in `take`.
     """
 
@@ -221,8 +194,9 @@ class StepLog:
         self._later = later = StepObserver(self._events.append, lambda: self._at)
         # A bound method takes time to make.
         self._begin, self._end, self._tell = later.begin, later.end, later.tell
-        self._clock = clock
-        self._max_calls = max_calls
+        self._clock = clock  # Function that returns a time in seconds.
+        self._max_calls = max_calls  # Number of beginnings and ends at which the log is full.
+        # Function that is called when a pass begins while the log is full; it calls `take`.
         self._when_full = when_full
         self._calls: list[tuple[Any, ...]] = []  # A method of `_later`, its arguments, the time.
         self._note = self._calls.append
@@ -282,9 +256,6 @@ _Observer = TypeVar("_Observer", StepObserver, StepLog)
 @contextlib.contextmanager
 def observed_by(new: _Observer) -> Iterator[_Observer]:
     """Report what happens in this process to an observer while the context is open.
-
-    Args:
-        new: Observer.
 
     Yields:
         The observer.

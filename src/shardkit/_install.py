@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from shardkit._compat.once import wrapped
 from shardkit._compat.torch_checkpoints import ASK_THE_CLASS, when_imported
 from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
 from shardkit._mesh import DeviceMesh
@@ -27,7 +28,7 @@ from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_meth
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
 from shardkit._tensor.sharded import ShardedTensor, cut_whole, from_piece
-from shardkit._tensor.spec import FlatShard
+from shardkit._tensor.spec import FlatShard, ShardSpec
 from shardkit.backends import TorchDeviceMesh
 from shardkit.backends.process_group import ProcessGroupBackend
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
 
-    from shardkit._tensor.spec import ShardSpec
 
 _logger = logging.getLogger("shardkit")
 
@@ -80,6 +80,10 @@ class Installed:
         former = inspect.getattr_static(owner, name)
         setattr(owner, name, staticmethod(value) if isinstance(former, staticmethod) else value)
         self.at_undo(functools.partial(setattr, owner, name, former))
+
+    def wrap(self, owner: object, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a function or a method by ``wrapper(original, *args, **kwargs)``."""
+        self.replace(owner, name, wrapped(getattr(owner, name), wrapper))
 
     @property
     def has_replaced(self) -> bool:

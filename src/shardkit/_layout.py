@@ -30,17 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor, contiguous in the flattened tensor.
+    """A rectangular part of a tensor, contiguous in the flattened tensor."""
 
-    Attributes:
-        offsets: Position where the box begins, per dim.
-        sizes: Extent per dim; none is 0 unless the tensor is empty.
-        start: Position of its first element in the range that the box is a part of.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
+    offsets: tuple[int, ...]  # Position where the box begins, per dim.
+    sizes: tuple[int, ...]  # Extent per dim; none is 0 unless the tensor is empty.
+    start: int  # Position of its first element in the range that the box is a part of.
 
     @property
     def numel(self) -> int:
@@ -95,18 +89,14 @@ class Part:
 
     It is a box of the tensor if it is taken from one of its groups along a dim, or one box of each
     group, one after the other (gate and up weights in one tensor).
-
-    Attributes:
-        shape: Shape of the part, with a dim for the number of groups if there are several.
-        offsets: Position in the tensor, or in each group, where the part begins, for each dim.
-        group_dim: The dim for the number of groups; None: there is one group.
-        group_size: Size of a group of the tensor along its dim.
     """
 
+    # Shape of the part, with a dim for the number of groups if there are several.
     shape: tuple[int, ...]
+    # Position in the tensor, or in each group, where the part begins, for each dim.
     offsets: tuple[int, ...]
-    group_dim: int | None = None
-    group_size: int = 0
+    group_dim: int | None = None  # The dim for the number of groups; None: there is one group.
+    group_size: int = 0  # Size of a group of the tensor along its dim.
 
     def boxes(self, start: int, stop: int) -> list[Box]:
         """Return the boxes of the tensor that make up [start, stop) of the flattened part."""
@@ -142,8 +132,7 @@ class Part:
 # For all code above, a layout says one thing: for each parameter and rank, which range of the
 # flattened parameter the rank owns, and where that range lies in the rank's shard.
 
-ALIGN_NBYTES = 16
-"""Vectorized kernels and NCCL want 16-byte-aligned starts."""
+ALIGN_NBYTES = 16  # Vectorized kernels and NCCL want 16-byte-aligned starts.
 
 
 def align_up(numel: int, multiple: int) -> int:
@@ -153,21 +142,13 @@ def align_up(numel: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """What the layouts of a bucket have in common: shards of one size.
+    """What the layouts of a bucket have in common: shards of one size."""
 
-    Attributes:
-        shapes: Global shape of each parameter, in bucket order.
-        numels: Number of elements of each parameter.
-        offsets: Position of each parameter; see the subclass.
-        shard_numel: Number of elements of every rank's shard, padding included.
-        world_size: Number of shards.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shard_numel: int
-    world_size: int
+    shapes: tuple[tuple[int, ...], ...]  # Global shape of each parameter, in bucket order.
+    numels: tuple[int, ...]  # Number of elements of each parameter.
+    offsets: tuple[int, ...]  # Position of each parameter; see the subclass.
+    shard_numel: int  # Number of elements of every rank's shard, padding included.
+    world_size: int  # Number of shards.
 
     @property
     def padded_numel(self) -> int:
@@ -295,11 +276,9 @@ class EvenLayout(BucketLayout):
     """The `Even` layout of one bucket; make it by `EvenLayout.plan`.
 
     `offsets` has the position of the first element of each parameter's part in a shard.
-
-    Attributes:
-        sizes: Number of elements of each parameter's part, padding included; equal on all ranks.
     """
 
+    # Number of elements of each parameter's part, padding included; equal on all ranks.
     sizes: tuple[int, ...]
 
     @classmethod

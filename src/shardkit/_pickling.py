@@ -14,22 +14,19 @@ from __future__ import annotations
 import contextlib
 import copyreg
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import MeshError, ShardedTensorError
-from shardkit._layout import EvenLayout, FlatLayout
+from shardkit._layout import Box, EvenLayout, FlatLayout
 from shardkit._mesh import DeviceMesh, known_meshes
 from shardkit._tensor import dcp_protocol
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec, traced_spec
 from shardkit.backends import mesh_of_world
-
-if TYPE_CHECKING:
-    from shardkit._layout import Box
 
 Description = tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
 """Device type, shape, ranks and names of a mesh."""

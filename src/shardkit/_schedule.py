@@ -278,13 +278,10 @@ class PendingBackwards:
     root may call ``backward()`` on a loss inside its forward, and return another loss.
 
     A wrong prediction costs at most one extra gather or reduction, identically on all ranks.
-
-    Attributes:
-        number: Number of the pass that began last.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = 0  # Number of the pass that began last.
         self._is_open = False
         self._last = _Pass()
         self._passes: dict[int, _Pass] = {}
@@ -516,8 +513,7 @@ BATCH_NBYTES = 1 << 20
 A small collective costs latency, not bandwidth; below this size latency is most of its time.
 """
 
-_MAX_BATCH = 16
-"""Largest number of groups that travel together."""
+_MAX_BATCH = 16  # Largest number of groups that travel together.
 
 
 class Op(enum.Enum):
@@ -540,28 +536,21 @@ class UnshardSchedule:
     """State machine that decides which groups have unsharded memory.
 
     Groups are numbers.
-
-    Args:
-        nbytes: Unsharded bytes of each group: several small groups are prefetched at a time, up to
-            `BATCH_NBYTES`. Empty: no group is small.
-        is_idle: Whether no group needs memory of its own (one rank, no casts). Then uses are noted,
-            and there are no actions.
-
-    Attributes:
-        options: Options that users chose.
-        states: Records of the groups; only the schedule changes their memory.
-        visited: Groups of several modules that forwards have left, and after which no other group
-            was entered. They keep their memory: ranks may run different modules of them, so no rank
-            may decide by which modules have run.
-        is_held: Whether `hold` is on.
     """
 
     def __init__(self, *, nbytes: Sequence[int] = (), is_idle: bool = False) -> None:
         self.batch_nbytes = BATCH_NBYTES if nbytes else 0
-        self.options = ScheduleOptions()
+        self.options = ScheduleOptions()  # Options that users chose.
+        # Unsharded bytes of each group: several small groups are prefetched at a time, up to
+        # `BATCH_NBYTES`. Empty: no group is small.
         self._nbytes = nbytes
+        # Whether no group needs memory of its own (one rank, no casts). Then uses are noted, and
+        # there are no actions.
         self._is_idle = is_idle
-        self.states = _States()
+        self.states = _States()  # Records of the groups; only the schedule changes their memory.
+        # Groups of several modules that forwards have left, and after which no other group was
+        # entered. They keep their memory: ranks may run different modules of them, so no rank may
+        # decide by which modules have run.
         self.visited: set[int] = set()
         self._live: dict[int, GroupState] = {}
         self._ahead: set[int] = set()  # Live groups that are prefetched and not used so far.
@@ -574,7 +563,7 @@ class UnshardSchedule:
         self._kept: set[int] = self.options.no_reshard_after_forward
         self._order = ForwardOrder()
         self._pending = PendingBackwards()
-        self.is_held = False
+        self.is_held = False  # Whether `hold` is on.
 
     def set_sizes(self, nbytes: Sequence[int], *, is_idle: bool) -> None:
         """Set new sizes, between passes."""

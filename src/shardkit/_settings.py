@@ -280,15 +280,10 @@ class GradientPiece:
 
 
 class SumAxis(Protocol):
-    """The ranks that an `AllReduce` sums over.
+    """The ranks that an `AllReduce` sums over."""
 
-    Attributes:
-        size: Number of ranks.
-        rank: Position of this rank.
-    """
-
-    size: int
-    rank: int
+    size: int  # Number of ranks.
+    rank: int  # Position of this rank.
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Reduce `tensor` in place; `op` is ``"sum"``, ``"max"``, ``"min"`` or ``"product"``."""

@@ -8,12 +8,10 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from rich.console import Console
     from rich.table import Table
 
@@ -103,17 +101,13 @@ _TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0"
 
 
 class NotOfKindError(Exception):
-    """A value is not what a field takes.
-
-    Args:
-        expected: The values that are allowed, as text after the field's name: ``"must ..."``.
-        hint: A sentence that follows.
-    """
+    """A value is not what a field takes."""
 
     def __init__(self, expected: str, hint: str = "") -> None:
         super().__init__(expected)
+        # The values that are allowed, as text after the field's name: ``"must ..."``.
         self.expected = expected
-        self.hint = hint
+        self.hint = hint  # A sentence that follows.
 
     def sentence(self, name: str, value: object) -> str:
         """Return the sentence of an error about a field and its value."""

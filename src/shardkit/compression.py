@@ -12,24 +12,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError, StateError
 from shardkit._module.fsdp_module import FSDPModule, settings_of_root
 from shardkit._module.hooks import groups_in, state_of
-from shardkit._settings import as_number
+from shardkit._settings import AllReduce, GradientPiece, SumAxis, as_number
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from torch import nn
-
     from shardkit._params.bucket import Bucket
     from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import AllReduce, GradientPiece, SumAxis
 
 __all__ = ["PowerSGD", "bf16_compress", "compress_gradients", "fp16_compress"]
 
@@ -139,12 +136,7 @@ def _all_reduce_as(tensor: Tensor, dtype: torch.dtype, axis: SumAxis, unit: floa
 
 
 class LossScale:
-    """A number, or a GradScaler that is read in every backward.
-
-    Attributes:
-        value: The scale at the last read.
-        may_skip: Whether steps are skipped when gradients overflow.
-    """
+    """A number, or a GradScaler that is read in every backward."""
 
     def __init__(self, source: Any) -> None:
         is_number = isinstance(source, int | float)
@@ -156,7 +148,8 @@ class LossScale:
             raise StateError(msg)
         self._scaler = None if is_number else source
         self._growth = 0
-        self.value = float(source) if is_number else 1.0
+        self.value = float(source) if is_number else 1.0  # The scale at the last read.
+        # Whether steps are skipped when gradients overflow.
         self.may_skip = self._scaler is not None and self._scaler.is_enabled()
         self.read()
 

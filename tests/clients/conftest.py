@@ -16,8 +16,7 @@ import workers
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-Tell = typing.Callable[[str, str, str], None]
-"""What the fixture ``tell`` is."""
+Tell = typing.Callable[[str, str, str], None]  # What the fixture ``tell`` is.
 
 _NEEDS = {
     "test_accelerate": ("accelerate", "transformers"),
@@ -36,17 +35,11 @@ collect_ignore_glob = [
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table that is printed at the end.
+    """A line of the table that is printed at the end."""
 
-    Attributes:
-        client: Name of the package.
-        case: What was run.
-        outcome: Difference from FSDP2, or why there is none.
-    """
-
-    client: str
-    case: str
-    outcome: str
+    client: str  # Name of the package.
+    case: str  # What was run.
+    outcome: str  # Difference from FSDP2, or why there is none.
 
 
 _rows: list[Row] = []

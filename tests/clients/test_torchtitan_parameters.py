@@ -11,19 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from reference import step_all
 from shardkit import ShardedTensor, fully_shard
 from shardkit.checkpoint import load, save
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from workers import Spawn
 
 pytestmark = pytest.mark.clients
 

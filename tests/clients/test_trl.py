@@ -30,19 +30,13 @@ STEPS = 4
 
 @dataclasses.dataclass
 class Tuned:
-    """What a training ended with.
+    """What a training ended with."""
 
-    Attributes:
-        losses: Of each step.
-        norms: Of gradients, of each step.
-        saved: What `save_model` wrote, as peft or transformers reads it; of the first rank.
-        is_sharded: Whether shardkit has sharded the model.
-    """
-
-    losses: list[float]
-    norms: list[float]
+    losses: list[float]  # Of each step.
+    norms: list[float]  # Of gradients, of each step.
+    # What `save_model` wrote, as peft or transformers reads it; of the first rank.
     saved: dict[str, Tensor]
-    is_sharded: bool
+    is_sharded: bool  # Whether shardkit has sharded the model.
 
 
 def tune(folder: str, seed: int, *, adapters: bool, resume: str | None = None) -> Tuned:

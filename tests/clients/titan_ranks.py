@@ -38,76 +38,51 @@ SEQUENCE = 32
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training.
+    """One training."""
 
-    Attributes:
-        ranks: Number of ranks.
-        parallelism: Fields of torchtitan's ``ParallelismConfig``.
-        training: Fields of ``TrainingConfig``.
-        recompute: ``"none"``, ``"selective"`` or ``"full"``.
-        optimizer: Implementation: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
-        model: ``"llama3"``, ``"deepseek_v3"`` or ``"qwen3_moe"``.
-        is_tied: Whether the head's weight is that of the embedding.
-        is_chunked: Whether the head and the loss run chunk by chunk, as in torchtitan's configs.
-        has_exact_experts: Whether experts compute in fp32, and not in bf16 as torchtitan writes,
-            and squares of gradients are summed in fp64, not in fp32 as torch does.
-        steps: Number of steps.
-        tolerance: Largest relative difference of losses.
-        norm_tolerance: The same of norms of gradients.
-    """
-
-    ranks: int = 2
+    ranks: int = 2  # Number of ranks.
+    # Fields of torchtitan's ``ParallelismConfig``.
     parallelism: Mapping[str, typing.Any] = dataclasses.field(default_factory=dict)
+    # Fields of ``TrainingConfig``.
     training: Mapping[str, typing.Any] = dataclasses.field(default_factory=dict)
-    recompute: str = "none"
-    optimizer: str = "for-loop"
-    model: str = "llama3"
-    is_tied: bool = False
+    recompute: str = "none"  # ``"none"``, ``"selective"`` or ``"full"``.
+    optimizer: str = "for-loop"  # Implementation: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
+    model: str = "llama3"  # ``"llama3"``, ``"deepseek_v3"`` or ``"qwen3_moe"``.
+    is_tied: bool = False  # Whether the head's weight is that of the embedding.
+    # Whether the head and the loss run chunk by chunk, as in torchtitan's configs.
     is_chunked: bool = False
+    # Whether experts compute in fp32, and not in bf16 as torchtitan writes, and squares of
+    # gradients are summed in fp64, not in fp32 as torch does.
     has_exact_experts: bool = False
-    steps: int = 4
-    tolerance: float = 1e-6
-    norm_tolerance: float = 1e-6
+    steps: int = 4  # Number of steps.
+    tolerance: float = 1e-6  # Largest relative difference of losses.
+    norm_tolerance: float = 1e-6  # The same of norms of gradients.
 
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """What a training reads and writes.
+    """What a training reads and writes."""
 
-    Attributes:
-        assets: Folder with the tokenizer and the text.
-        output: Folder of this training.
-        checkpoints: Folder of its checkpoints, from the last of which it goes on; None: none.
-        interval: Steps between two checkpoints.
-        mode: How they are saved: ``"disabled"`` (not in the background) or ``"async"``.
-        exports: Whether the last one is a file as transformers reads it.
-    """
-
-    assets: pathlib.Path
-    output: pathlib.Path
+    assets: pathlib.Path  # Folder with the tokenizer and the text.
+    output: pathlib.Path  # Folder of this training.
+    # Folder of its checkpoints, from the last of which it goes on; None: none.
     checkpoints: pathlib.Path | None = None
-    interval: int = 2
+    interval: int = 2  # Steps between two checkpoints.
+    # How they are saved: ``"disabled"`` (not in the background) or ``"async"``.
     mode: str = "disabled"
-    exports: bool = False
+    exports: bool = False  # Whether the last one is a file as transformers reads it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What came of a training.
+    """What came of a training."""
 
-    Attributes:
-        steps: Numbers of the steps.
-        losses: Average over all tokens, by step.
-        norms: Norm of the gradient before clipping, by step.
-        weights: Sum and sum of squares of each parameter at the end, by name.
-        classes: Names of the classes of parameters.
-    """
-
-    steps: list[int]
-    losses: list[float]
-    norms: list[float]
+    steps: list[int]  # Numbers of the steps.
+    losses: list[float]  # Average over all tokens, by step.
+    norms: list[float]  # Norm of the gradient before clipping, by step.
+    # Sum and sum of squares of each parameter at the end, by name.
     weights: dict[str, tuple[float, float]]
-    classes: list[str]
+    classes: list[str]  # Names of the classes of parameters.
 
     def after(self, step: int) -> Trained:
         """Return the same without the steps up to this one."""

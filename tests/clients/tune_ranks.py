@@ -42,22 +42,15 @@ AXES = ("dp_replicate", "dp_shard")
 
 @dataclasses.dataclass
 class Tuned:
-    """What one rank found; states are those of rank 0, and empty elsewhere.
+    """What one rank found; states are those of rank 0, and empty elsewhere."""
 
-    Attributes:
-        losses: By step, of this rank's data.
-        norms: Of the gradients, by step.
-        states: What `gather_cpu_state_dict` returned, at the middle and at the end.
-        adapters: The same of adapters alone.
-        optimizer: What `get_full_optimizer_state_dict` returned at the end, flat.
-        classes: Names of the classes of parameters, and whether they are DTensors.
-    """
-
-    losses: list[float]
-    norms: list[float]
+    losses: list[float]  # By step, of this rank's data.
+    norms: list[float]  # Of the gradients, by step.
+    # What `gather_cpu_state_dict` returned, at the middle and at the end.
     states: list[dict[str, Tensor]]
-    adapters: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    adapters: dict[str, Tensor]  # The same of adapters alone.
+    optimizer: dict[str, Tensor]  # What `get_full_optimizer_state_dict` returned at the end, flat.
+    # Names of the classes of parameters, and whether they are DTensors.
     classes: set[tuple[str, bool]]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 
-from models import CASES
+from models import CASES, Batch
 from reference import LOSS_TOLERANCE, OPTIMIZERS, Differences, assert_within, train
 
 if typing.TYPE_CHECKING:
@@ -13,7 +13,6 @@ if typing.TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from models import Batch
     from parity import Ranks
 
 

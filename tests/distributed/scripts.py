@@ -31,16 +31,12 @@ class Run:
 
     Args:
         is_plain: By torch alone, without communication.
-
-    Attributes:
-        losses: Those of all data, step by step.
-        models: Whose weights are compared in the end.
     """
 
     def __init__(self, *, is_plain: bool) -> None:
         self.is_plain = is_plain
-        self.losses: list[Tensor] = []
-        self.models: list[nn.Module] = []
+        self.losses: list[Tensor] = []  # Those of all data, step by step.
+        self.models: list[nn.Module] = []  # Whose weights are compared in the end.
         self.mesh = None if is_plain else init_device_mesh("cpu", (dist.get_world_size(),))
 
     def shard(self, *modules: nn.Module) -> None:

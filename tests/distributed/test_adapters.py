@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import typing
 
 import pytest
 import torch
@@ -30,10 +29,7 @@ from reference import (
     step_all,
 )
 from shardkit import MixedPrecisionPolicy, fully_shard
-from workers import on_ranks, spawn_each
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks, spawn_each
 
 pytestmark = pytest.mark.helpers
 

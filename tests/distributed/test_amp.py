@@ -29,12 +29,10 @@ from reference import (
     step_all,
 )
 from shardkit import MixedPrecisionPolicy, checkpoint_activations, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
-
-    from workers import Spawn
 
 
 def mean_gradients(model: nn.Module, loss_of_rank: Callable[[int], Tensor]) -> None:

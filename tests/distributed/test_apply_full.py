@@ -18,10 +18,7 @@ from shardkit import (
     apply_full,
     fully_shard,
 )
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 

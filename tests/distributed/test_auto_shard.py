@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models import CASES, Block, Case, cross_entropy, token_batch
-from parity import Ranks, compare_training, on_meshes
+from parity import Ranks, Run, compare_training, on_meshes
 from reference import (
     TRAINED,
     Differences,
@@ -40,7 +40,6 @@ from wrapped_models import (
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from parity import Run
     from workers import Spawn
 
 

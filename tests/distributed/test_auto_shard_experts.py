@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardkit
@@ -26,12 +26,7 @@ from shardkit import (
 )
 from shardkit.checkpoint import load, save
 from step_traffic import counted, total
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 
@@ -40,19 +35,13 @@ STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How ranks are used, and how modules are named.
+    """How ranks are used, and how modules are named."""
 
-    Attributes:
-        shape: Sizes of the axes; the last one is `ep`, where `names` say nothing else.
-        experts: What holds experts.
-        names: Names of the axes.
-        options: More arguments of `auto_shard`, by name.
-    """
-
+    # Sizes of the axes; the last one is `ep`, where `names` say nothing else.
     shape: tuple[int, ...]
-    experts: str = "Experts"
-    names: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    experts: str = "Experts"  # What holds experts.
+    names: tuple[str, ...] = ()  # Names of the axes.
+    options: tuple[str, ...] = ()  # More arguments of `auto_shard`, by name.
 
 
 class Around(nn.Module):

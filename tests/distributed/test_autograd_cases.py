@@ -17,16 +17,13 @@ from one_backward import (
 )
 from torch import Tensor, nn
 
-from models import CASES, MLP
-from parity import Ranks, on_meshes
+from models import CASES, MLP, Batch
+from parity import Ranks, Run, on_meshes
 from reference import LOSS_TOLERANCE, Differences, assert_each_within, shard
 from shardkit import ShardedTensor
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
-
-    from models import Batch
-    from parity import Run
 
 
 # --- forwards and backwards, combined -----------------------------------------------------------

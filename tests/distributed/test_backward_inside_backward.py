@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from reference import full_grads
 from shardkit import fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 NUM_TILES = 3
 

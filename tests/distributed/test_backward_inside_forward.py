@@ -10,13 +10,10 @@ from one_backward import MODES, TOLERANCE, compare_later_training
 from torch import Tensor, nn
 
 from models import CASES, MLP
-from parity import Ranks, on_meshes
+from parity import Ranks, Run, on_meshes
 from recording import recording_mesh
 from reference import LOSS_TOLERANCE, Differences, assert_each_within
 from shardkit import fully_shard
-
-if typing.TYPE_CHECKING:
-    from parity import Run
 
 
 class OwnLoss(MLP):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import typing
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from models import CASES
-from parity import Ranks, on_meshes
+from parity import Ranks, Run, on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -20,10 +18,6 @@ from reference import (
     my_batch,
     train,
 )
-
-if typing.TYPE_CHECKING:
-    from parity import Run
-
 
 MESHES = ((2,), (4,), (2, 2))
 

@@ -8,12 +8,11 @@ import pytest
 
 import shardkit
 from shardkit.planning import _calibrate
-from shardkit.planning._profile import profile_text, read_profile
+from shardkit.planning._profile import HardwareProfile, profile_text, read_profile
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from shardkit.planning._profile import HardwareProfile
     from workers import Spawn
 
 

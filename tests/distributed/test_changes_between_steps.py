@@ -18,7 +18,7 @@ from one_backward import (
 from torch import Tensor
 
 from models import CASES, MLP
-from parity import Ranks, on_meshes
+from parity import Ranks, Run, on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -31,8 +31,6 @@ from shardkit import ShardedTensor
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
-
-    from parity import Run
 
 
 # --- interruptions ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from models import CASES, Block
-from parity import Ranks, compare_training, on_meshes
+from parity import Ranks, Run, compare_training, on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -35,7 +35,6 @@ if typing.TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterable
 
-    from parity import Run
 
 pytestmark = pytest.mark.helpers
 

@@ -16,10 +16,7 @@ from models import CASES
 from reference import full, make_mesh
 from shardkit import CheckpointError, checkpoint, fully_shard
 from shardkit.optim import LocalOptimizer
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 
 class Stateful(nn.Module):

@@ -33,10 +33,7 @@ from models import CASES, MLP
 from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint, fully_shard
 from shardkit.checkpoint._dcp import writer
-from workers import spawn_each
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, spawn_each
 
 
 def load(name: str, mesh_shape: tuple[int, ...], folder: str) -> Outcome:

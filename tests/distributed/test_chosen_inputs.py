@@ -15,10 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from models import CASES
 from reference import Differences, assert_within, full, make_mesh, rank_batch, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 TOLERANCE = 1e-12

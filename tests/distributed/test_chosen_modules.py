@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from reference import Differences, assert_within, make_mesh
-from shardkit import fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
-    from workers import Spawn
+from shardkit import DeviceMesh, fully_shard
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 TOLERANCE = 1e-12

@@ -29,10 +29,7 @@ from reference import (
     shard,
 )
 from shardkit import MixedPrecisionPolicy, StateError, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 

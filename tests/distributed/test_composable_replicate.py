@@ -22,12 +22,11 @@ from reference import (
     step_batches,
 )
 from shardkit import ShardedTensor, WrapError, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workers import Spawn
 
 pytestmark = [
     pytest.mark.helpers,

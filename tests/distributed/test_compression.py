@@ -34,13 +34,12 @@ from shardkit import (
     compression,
 )
 from shardkit.compression import PowerSGD, bf16_compress, compress_gradients, fp16_compress
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
     from collections.abc import Sequence
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

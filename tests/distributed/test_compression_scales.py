@@ -15,15 +15,13 @@ import shardkit.checkpoint
 from reference import (
     make_mesh,
 )
-from shardkit import MixedPrecisionPolicy, StateError
+from shardkit import GradientPiece, MixedPrecisionPolicy, StateError
 from shardkit.compression import PowerSGD, compress_gradients
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit import GradientPiece
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

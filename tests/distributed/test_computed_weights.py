@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
-from models import Case
+from models import Batch, Case
 from parity import compare_training
 from reference import Differences, assert_within, full_parameters, make_mesh, my_batch, shard
 from shardkit import ShardedTensor
@@ -20,7 +20,6 @@ from shardkit import ShardedTensor
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from models import Batch
     from workers import Spawn
 
 pytestmark = pytest.mark.helpers

@@ -27,11 +27,8 @@ from shardkit import (
 )
 from shardkit._compat.torch_tensors import HAS_GRAD_DTYPE
 from shardkit._module.activation_checkpoint import CheckpointedForward
-from workers import on_ranks
+from workers import Spawn, on_ranks
 from wrapped_models import FeedForward, Stack
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

@@ -17,17 +17,13 @@ from one_backward import (
 )
 from torch import Tensor, nn
 
-from models import CASES
-from parity import on_meshes
-from reference import LOSS_TOLERANCE, assert_each_within
+from models import CASES, Batch
+from parity import Ranks, Run, on_meshes
+from reference import LOSS_TOLERANCE, Differences, assert_each_within
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
-
-    from models import Batch
-    from parity import Ranks, Run
-    from reference import Differences
 
 
 # --- outputs ------------------------------------------------------------------------------------

@@ -26,13 +26,12 @@ from checkpoints import (
 )
 from shardkit import ShardedTensor
 from waiting import until
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

@@ -23,12 +23,10 @@ from checkpoints import (
 )
 from reference import make_mesh, shard
 from shardkit import ShardedTensor, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
-
-    from workers import Spawn
 
 
 def outputs(case: typing.Any, model: torch.nn.Module) -> torch.Tensor:

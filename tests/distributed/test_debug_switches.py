@@ -14,14 +14,13 @@ import torch
 
 from allocated import past_shared_memory
 from models import CASES
-from parity import Ranks, on_meshes
+from parity import Ranks, Run, on_meshes
 from reference import OPTIMIZERS, make_mesh, my_batch, shard
 from shardkit import MixedPrecisionPolicy, ShardedTensorError, checkpoint
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from parity import Run
     from workers import Spawn
 
 pytestmark = pytest.mark.helpers

@@ -19,7 +19,7 @@ from torch import nn
 
 from allocated import past_shared_memory
 from reference import make_mesh
-from shardkit import fully_shard, record
+from shardkit import DeviceMesh, fully_shard, record
 from shardkit.backends.process_group import WorkHandle
 from shardkit.tracing.late import WINDOW
 from shardkit.tracing.trace import Trace
@@ -27,7 +27,6 @@ from shardkit.tracing.trace import Trace
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardkit import DeviceMesh
     from workers import Spawn
 
 NUM_LAYERS, LAYER_S = 3, 0.04
@@ -41,19 +40,12 @@ CGROUP = pathlib.Path("/sys/fs/cgroup/cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Delay:
-    """What is late, and on which rank.
+    """What is late, and on which rank."""
 
-    Attributes:
-        where: Phase, or ``link``.
-        rank: Number of the rank.
-        seconds: Length of it.
-        every: Number of steps of which one is delayed.
-    """
-
-    where: str
-    rank: int
-    seconds: float = DELAY_S
-    every: int = 1
+    where: str  # Phase, or ``link``.
+    rank: int  # Number of the rank.
+    seconds: float = DELAY_S  # Length of it.
+    every: int = 1  # Number of steps of which one is delayed.
 
     def folder(self, of: str) -> str:
         """Return the folder of its record."""

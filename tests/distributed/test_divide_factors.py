@@ -21,11 +21,7 @@ from reference import (
 )
 from shardkit import FSDPModule, MixedPrecisionPolicy, StateError, fully_shard
 from shardkit._params.gradients import predivide_factor_for
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
-
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 

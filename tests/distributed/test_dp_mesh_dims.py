@@ -16,10 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from reference import step_all
 from shardkit import ShardedTensor, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 if not hasattr(fsdp, "DataParallelMeshDims"):
     pytest.skip("this torch has no DataParallelMeshDims", allow_module_level=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typing
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +17,7 @@ from torch.distributed.tensor.parallel import (
 from models import CASES
 from reference import make_mesh, my_batch, shard
 from shardkit import RankMismatchError, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 
 def drift(rank: int | None, mesh_shape: tuple[int, ...]) -> str:

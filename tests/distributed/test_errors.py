@@ -16,14 +16,13 @@ import shardkit
 from models import CASES, GPT, MLP
 from reference import global_batch, my_batch, shard
 from shardkit import MixedPrecisionPolicy, ShardedTensor, StateError, fully_shard, init_device_mesh
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable
 
     import workers
-    from workers import Spawn
 
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
 

@@ -11,21 +11,19 @@ import typing
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from models import PARAMETER_SHAPES, Parameters
 from reference import Differences, assert_within, full, make_mesh, own_parts
 from shardkit import ShardedTensor, checkpoint, fully_shard
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterable
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 
@@ -54,8 +52,7 @@ HAVE_ONE_FORM = ("LBFGS", "Muon")
 SHAPES = {**PARAMETER_SHAPES, "column": (6, 1), "row": (1, 6)}
 """Of some the last ranks have nothing. Adafactor keeps of a column what has its shape."""
 
-MATRICES = {"matrix": (7, 13), "tall": (11, 2), "single": (1, 1)}
-"""What Muon takes."""
+MATRICES = {"matrix": (7, 13), "tall": (11, 2), "single": (1, 1)}  # What Muon takes.
 
 # torch's fused CPU kernels round differently in their vector loop and in its remainder.
 FUSED_TOLERANCE = 1e-6

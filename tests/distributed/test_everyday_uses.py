@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardkit
 from everyday_uses import COLUMNS, EVERYDAY, LOSSES, ROWS
-from reference import make_mesh
+from reference import assert_nothing_wrong, make_mesh
 from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
@@ -87,11 +87,6 @@ def as_plain(result: typing.Any) -> typing.Any:
     if isinstance(result, (list, tuple)):
         return [as_plain(item) for item in result]
     return result
-
-
-def assert_nothing_wrong(by_rank: list[list[str]]) -> None:
-    shown = [f"rank {rank}: {why}" for rank, found in enumerate(by_rank) for why in found]
-    assert not shown, "\n".join(shown)
 
 
 def wrong_uses(mesh_shape: tuple[int, ...], kind: str) -> list[str]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import signal
-import typing
 
 import pytest
 
-from launching import start_ranks
+from launching import Ended, start_ranks
 from shardkit import checkpoint
-
-if typing.TYPE_CHECKING:
-    from launching import Ended
 
 pytestmark = pytest.mark.helpers
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import (
@@ -26,10 +26,6 @@ from torch.distributed.tensor.parallel import (
 from reference import step_all
 from shardkit import ShardedTensor, fully_shard
 from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 pytestmark = pytest.mark.helpers
 

@@ -17,10 +17,7 @@ from models import CASES
 from reference import full, make_mesh, shard
 from shardkit import fully_shard
 from shardkit.checkpoint import load_full, save_full
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 # --- errors ---------------------------------------------------------------------------------------
 

@@ -22,10 +22,7 @@ from reference import full, make_mesh, my_batch, shard
 from shardkit import ShardedTensor, fully_shard
 from shardkit.checkpoint import FullFile, load_full, save_full
 from shardkit.checkpoint._files import disk
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 # --- there and back -------------------------------------------------------------------------------
 

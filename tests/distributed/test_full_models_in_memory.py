@@ -19,11 +19,7 @@ from reference import make_mesh, my_batch, shard
 from shardkit import fully_shard
 from shardkit.checkpoint import load_full, set_model_state_dict
 from shardkit.checkpoint._files import disk
-from workers import in_each, on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
-
+from workers import Spawn, in_each, on_ranks
 
 pytestmark = pytest.mark.helpers
 

@@ -21,12 +21,11 @@ from shardkit import (
     fully_shard,
     summon_full_params,
 )
-from workers import in_each, on_ranks
+from workers import Spawn, in_each, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

@@ -27,12 +27,11 @@ from torch.func import (
 from recording import recording_mesh
 from reference import Differences, assert_within, full, make_mesh
 from shardkit import MixedPrecisionPolicy, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workers import Spawn
 
 pytestmark = [
     pytest.mark.helpers,

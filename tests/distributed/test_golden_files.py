@@ -15,10 +15,7 @@ from torch import nn
 
 from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard, init_device_mesh
 from shardkit import checkpoint as shardkit_checkpoint
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

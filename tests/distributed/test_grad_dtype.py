@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from models import Case
-from parity import Ranks, on_meshes
+from parity import Ranks, Run, on_meshes
 from reference import shard
 from shardkit import MixedPrecisionPolicy, StateError, fully_shard, summon_full_params
 from shardkit._compat.torch_tensors import HAS_GRAD_DTYPE
 from shardkit._settings import KEEPS_WIDE_GRADIENTS
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
-
-if typing.TYPE_CHECKING:
-    from parity import Run
 
 pytestmark = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="Torch 2.9 has no grad_dtype.")
 

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from reference import make_mesh
 from shardkit import StateError, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 
 class _Product(torch.autograd.Function):

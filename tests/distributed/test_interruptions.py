@@ -27,10 +27,7 @@ from reference import (
 )
 from shardkit import MixedPrecisionPolicy, ShardedTensor, StateError, fully_shard
 from shardkit.backends.direct_reads import DirectExchange
-from workers import on_ranks, spawn_each
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks, spawn_each
 
 EXCEPTIONS: dict[str, tuple[type[BaseException], str]] = {
     "memory": (RuntimeError, "DefaultCPUAllocator: can't allocate memory"),

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import typing
-
 import torch
 from torch import nn
 
-from parity import Pair, Ranks, on_meshes
+from parity import Pair, Ranks, Run, on_meshes
 from shardkit import MixedPrecisionPolicy
-
-if typing.TYPE_CHECKING:
-    from parity import Run
 
 
 def addresses(model: nn.Module) -> list[int]:

@@ -17,8 +17,7 @@ SCRIPT = str(pathlib.Path(__file__).with_name("larger_than_memory.py"))
 WHOLE_MIB = 124
 LAYER_MIB = 4
 LIMIT_MIB = 100
-SLACK_MIB = 8
-"""The allocator's and Python's own."""
+SLACK_MIB = 8  # The allocator's and Python's own.
 
 
 def run(way: str, world_size: int, limit_mib: float) -> list[dict[str, typing.Any]]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import CASES, Case
-from parity import Ranks, compare_training, on_meshes
+from parity import Ranks, Run, compare_training, on_meshes
 from reference import (
     STEPS,
     TRAINED,
@@ -36,13 +36,11 @@ from shardkit import (
     share_comm_ctx,
     summon_full_params,
 )
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from parity import Run
-    from workers import Spawn
 
 TOLERANCE = 1e-6
 

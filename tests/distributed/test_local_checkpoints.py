@@ -20,13 +20,11 @@ from models import CASES
 from reference import make_mesh, shard
 from shardkit import MixedPrecisionPolicy, ShardedTensor, checkpoint, fully_shard
 from shardkit.optim import LocalOptimizer
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable, Iterable
-
-    from workers import Spawn
 
     Make = Callable[[Iterable[typing.Any]], torch.optim.Optimizer]
 

@@ -18,12 +18,10 @@ from models import CASES, Case, Parameters
 from reference import full_parameters, make_mesh, my_batch, rank_batch, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor, fully_shard
 from shardkit.optim import LocalOptimizer
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from workers import Spawn
 
     Change = Callable[[nn.Module, torch.optim.Optimizer, int], object]
 

@@ -9,13 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parity import Pair, Ranks, on_meshes
+from parity import Pair, Ranks, Run, on_meshes
 from reference import make_mesh
 from shardkit import StateError, fully_shard
 from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from parity import Run
 
 
 def train(ranks: Ranks, micro_batches: str, in_background: bool) -> None:

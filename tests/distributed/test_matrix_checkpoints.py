@@ -26,12 +26,10 @@ from models import CASES
 from reference import make_mesh, my_batch, shard
 from shardkit import ShardedTensor, checkpoint
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
-from workers import in_each
+from workers import Spawn, in_each
 
 if typing.TYPE_CHECKING:
     from torch import nn
-
-    from workers import Spawn
 
     By = list[torch.optim.Optimizer]
 

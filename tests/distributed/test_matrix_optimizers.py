@@ -20,10 +20,7 @@ from matrix_cases import (
 from parallel_models import CASES as PARALLEL_CASES
 from parallel_models import batches_of, make
 from shardkit import MixedPrecisionPolicy
-from workers import in_each
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, in_each
 
 pytestmark = pytest.mark.helpers
 

@@ -48,15 +48,10 @@ CASE = CASES["gpt"]
 
 
 class Sent(typing.NamedTuple):
-    """What one rank sends.
+    """What one rank sends."""
 
-    Attributes:
-        kinds: Of collectives, in order.
-        nbytes: Of all of it, without what it keeps.
-    """
-
-    kinds: list[str]
-    nbytes: int
+    kinds: list[str]  # Of collectives, in order.
+    nbytes: int  # Of all of it, without what it keeps.
 
 
 @contextlib.contextmanager

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import typing
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from models import Case, cross_entropy, image_batch, regression_batch, squared_error
+from models import Batch, Case, cross_entropy, image_batch, regression_batch, squared_error
 from parity import compare_training
 from reference import (
     TRAINED,
@@ -19,11 +18,7 @@ from reference import (
     shard,
 )
 from shardkit import ShardedTensor, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from models import Batch
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 

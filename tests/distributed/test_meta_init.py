@@ -25,10 +25,7 @@ from reference import (
     step_batches,
 )
 from shardkit import MixedPrecisionPolicy, StateError, fully_shard, materialize
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 STEPS = 3
 ADAMW_TOLERANCE = 2e-5  # Adam divides by small gradients.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import typing
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import GPT, Case, cross_entropy, token_batch
+from models import GPT, Batch, Case, cross_entropy, token_batch
 from parity import compare_training
 from reference import (
     LOSS_TOLERANCE,
@@ -21,11 +20,7 @@ from reference import (
     shard,
 )
 from shardkit import fully_shard, register_fsdp_forward_method
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from models import Batch
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 # The gradient of the temperature is about 4: some units in its last place, over ten steps of SGD.
 TOLERANCE = 3e-6

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import copy
-import typing
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models import CASES, Case
-from parity import Ranks, on_meshes
+from parity import Ranks, Run, on_meshes
 from reference import OPTIMIZERS, STEPS, Differences, assert_within, full_parameters, train
 from shardkit import MixedPrecisionPolicy, fully_shard
-
-if typing.TYPE_CHECKING:
-    from parity import Run
-
 
 MESHES = ((2,), (4,), (2, 2))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -20,10 +20,7 @@ from torch.nn.utils import parametrizations, parametrize
 import shardkit.checkpoint
 from reference import Differences, assert_within, make_mesh, step_all
 from shardkit import ShardedTensor, fully_shard, init_device_mesh
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 TOLERANCE = 1e-12

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typing
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,10 +10,7 @@ from torch import nn
 from models import CASES
 from reference import make_mesh, my_batch, shard
 from shardkit import NonFiniteGradientError, fully_shard, set_watch
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 MESHES = ((2,), (2, 2), (1,))
 

@@ -24,12 +24,11 @@ from shardkit.checkpoint import (
     rekey_optimizer_state,
     scatter_optimizer_state,
 )
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

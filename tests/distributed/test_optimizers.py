@@ -26,12 +26,11 @@ from reference import (
 )
 from shardkit import ShardedTensor, fully_shard
 from shardkit.optim import LocalOptimizer
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from workers import Spawn
 
 STEPS = 6
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from models import CASES, Parameters
 from reference import Differences, assert_within, full_parameters, make_mesh, step_all
 from shardkit import ShardedTensor, checkpoint, fully_shard, materialize
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

@@ -39,13 +39,12 @@ from shardkit import (
     register_parts,
     summon_full_params,
 )
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

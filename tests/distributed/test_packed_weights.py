@@ -25,10 +25,7 @@ from shardkit import (
     fully_shard,
     summon_full_params,
 )
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 

@@ -15,10 +15,7 @@ from models import CASES
 from reference import Differences, assert_each_within, assert_within, make_mesh, rank_batch, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardkit._compat.torch_autograd import tensor_hooks
-from workers import spawn_each
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, spawn_each
 
 pytestmark = pytest.mark.helpers
 TOLERANCE = 1e-6

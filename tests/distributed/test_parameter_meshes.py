@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from experts import EXACT, NUM_EXPERTS, WIDTH, Block, Model, batches, loss_of
@@ -33,34 +33,27 @@ from shardkit._tensor.ops.reductions import part_sums
 from shardkit.backends import gloo
 from shardkit.checkpoint import get_model_state_dict, load, load_full, save, save_full
 from step_traffic import counted, total
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from workers import Spawn
 
 STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How ranks are used.
+    """How ranks are used."""
 
-    Attributes:
-        shape: Replicas, ranks that hold the same experts, ranks that hold different ones.
-        experts: "plain" parameters of each rank, a "dtensor" on the axis `ep`, or "both".
-        form: What `shard_placement_fn` returns of experts: a "mesh" or FSDP2's "result".
-        small: Whether norms and routers are whole on each rank.
-        unflattened: Whether all meshes are views of one of the world, as torchtitan makes them.
-    """
-
+    # Replicas, ranks that hold the same experts, ranks that hold different ones.
     shape: tuple[int, int, int]
+    # "plain" parameters of each rank, a "dtensor" on the axis `ep`, or "both".
     experts: str = "plain"
+    # What `shard_placement_fn` returns of experts: a "mesh" or FSDP2's "result".
     form: str = "mesh"
-    small: bool = False
+    small: bool = False  # Whether norms and routers are whole on each rank.
+    # Whether all meshes are views of one of the world, as torchtitan makes them.
     unflattened: bool = False
 
     def is_plain(self, name: str) -> bool:

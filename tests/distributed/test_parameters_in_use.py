@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import CASES, Case
+from models import CASES, Batch, Case
 from reference import (
     OPTIMIZERS,
     Differences,
@@ -24,13 +24,11 @@ from reference import (
     step_batches,
 )
 from shardkit import ShardedTensor, StateError, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from models import Batch
-    from workers import Spawn
 
 # Rounding of means over ranks, fp32, a few steps.
 TOLERANCE = 2e-6

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from models import CASES
-from parity import Ranks, compare_training, on_meshes
+from parity import Ranks, Run, compare_training, on_meshes
 from parity_cases import (
     ACCUMULATED,
     ADAMW_TOLERANCE,
@@ -39,9 +39,6 @@ from reference import (
 )
 from shardkit import ShardedTensor, fully_shard
 from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from parity import Run
 
 MESHES = ((2,), (4,), (2, 2))
 

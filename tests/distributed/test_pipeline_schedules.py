@@ -27,12 +27,11 @@ from torch.distributed.pipelining import (
 from parity import in_turns
 from reference import Differences, assert_within, step_all
 from shardkit import DeviceMesh, checkpoint, fully_shard, init_device_mesh
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from workers import Spawn
 
 pytestmark = [
     pytest.mark.helpers,
@@ -49,16 +48,11 @@ TIMEOUT_S = 180  # The first call of each rank imports torch's pipelines, on bus
 
 
 class Case(typing.NamedTuple):
-    """A schedule on two ranks of a pipeline.
+    """A schedule on two ranks of a pipeline."""
 
-    Attributes:
-        schedule: Class of the schedule.
-        layers: Number of layers of each stage.
-        is_v: Whether the first rank has the first stage and the last one, and so on inwards.
-    """
-
-    schedule: typing.Any
-    layers: tuple[int, ...]
+    schedule: typing.Any  # Class of the schedule.
+    layers: tuple[int, ...]  # Number of layers of each stage.
+    # Whether the first rank has the first stage and the last one, and so on inwards.
     is_v: bool = False
 
 

@@ -15,12 +15,11 @@ import shardkit
 from models import regression_batch
 from reference import OPTIMIZERS, SGD_TOLERANCE, Differences, assert_within, step_all
 from shardkit import ShardedTensor, checkpoint, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from workers import Spawn
 
 AXES = ("pp", "dp_replicate", "dp_shard")
 STEPS = 4

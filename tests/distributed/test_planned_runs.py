@@ -215,8 +215,7 @@ def test_a_plan_is_what_ranks_do_in_more_cases(name: str, spawn: Spawn) -> None:
 
 # --- recurrent layers ---
 
-_WIDE = (20, 64, 64, 128)
-"""Length, rows, inputs, size of the state."""
+_WIDE = (20, 64, 64, 128)  # Length, rows, inputs, size of the state.
 RECURRENT: dict[str, tuple[type[nn.RNNBase], tuple[int, ...], dict[str, typing.Any]]] = {
     "lstm": (nn.LSTM, _WIDE, {}),
     "lstm of several layers": (nn.LSTM, (50, 8, 32, 64), {"num_layers": 3, "dropout": 0.5}),

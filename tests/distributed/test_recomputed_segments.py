@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import typing
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import CASES
-from parity import Ranks, on_meshes
+from parity import Ranks, Run, on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -27,10 +26,6 @@ from reference import (
     train,
 )
 from shardkit import fully_shard
-
-if typing.TYPE_CHECKING:
-    from parity import Run
-
 
 # --- checkpointing ------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from models import Case
+from models import Batch, Case
 from parity import compare_training, in_turns
 from reference import (
     LOSS_TOLERANCE,
@@ -24,13 +24,11 @@ from reference import (
     shard,
 )
 from shardkit import ShardedTensor, WrapError, checkpoint, fully_shard, init_device_mesh
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from models import Batch
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from pathlib import Path
+from pathlib import Path as PathType
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from models import CASES
 from reference import OPTIMIZERS, full_parameters, make_mesh, my_batch, shard, train
 
 if typing.TYPE_CHECKING:
-    from pathlib import Path as PathType
-
     from workers import Spawn
 
 Result = tuple[list[float], dict[str, Tensor]]

@@ -18,8 +18,7 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 pytestmark = pytest.mark.helpers
-TOLERANCE = 1e-11
-"""Sums come in another order, and errors grow for a few steps."""
+TOLERANCE = 1e-11  # Sums come in another order, and errors grow for a few steps.
 
 
 def compare(run: Run, plain: Run, num_before: int = 0) -> Differences:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from custom_collectives import Gather, Scatter
 from models import CASES
-from parity import Ranks, compare_training, on_meshes
+from parity import Ranks, Run, compare_training, on_meshes
 from reference import (
     STEPS,
     TRAINED,
@@ -33,13 +33,11 @@ from shardkit import (
 )
 from shardkit._compat import torch_fsdp2
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from parity import Run
-    from workers import Spawn
 
 TOLERANCE = 1e-6
 

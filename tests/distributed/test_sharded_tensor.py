@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import PARAMETER_SHAPES
-from reference import make_mesh, whole_and_sharded
+from reference import assert_nothing_wrong, make_mesh, whole_and_sharded
 from shardkit import ShardedTensor, ShardedTensorError, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from workers import Spawn
 
 MESHES = ((1,), (2,), (3,), (4,), (2, 2))
 
@@ -38,12 +37,6 @@ def run_on(
 ) -> list[typing.Any]:
     """Run ``fn(mesh_shape, *args)`` on the ranks of a mesh."""
     return spawn(fn, math.prod(mesh_shape), mesh_shape, *args)
-
-
-def assert_nothing_wrong(by_rank: list[list[str]]) -> None:
-    """Check that no rank found anything wrong, else show all of it."""
-    shown = [f"rank {rank}: {why}" for rank, found in enumerate(by_rank) for why in found]
-    assert not shown, "\n".join(shown)
 
 
 # --- dtypes that no engine sends ------------------------------------------------------------------

@@ -23,12 +23,11 @@ from shardkit._module.hooks import state_of
 from shardkit.backends import direct_reads, host_links, shared_memory
 from shardkit.backends.direct_reads import read_directly
 from shardkit.backends.shared_memory import share_memory
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from workers import Spawn
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

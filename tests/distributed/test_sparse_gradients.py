@@ -20,13 +20,12 @@ from reference import (
     shard,
 )
 from shardkit import StateError, fully_shard
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     import workers
-    from workers import Spawn
 
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
 

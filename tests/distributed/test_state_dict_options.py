@@ -23,10 +23,7 @@ import shardkit
 from checkpoints import assert_same, leaves, whole
 from reference import AXES, make_mesh
 from shardkit import CheckpointError, checkpoint, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = [
     pytest.mark.helpers,

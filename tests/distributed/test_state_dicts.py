@@ -30,10 +30,7 @@ from shardkit.checkpoint import (
 )
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._state.model_and_optimizer import optimizer_template, put_optimizer_state
-from workers import in_each, on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, in_each, on_ranks
 
 
 def trained(name: str, mesh_shape: tuple[int, ...], seed: int = 0) -> typing.Any:

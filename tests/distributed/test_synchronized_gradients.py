@@ -9,13 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parity import Pair, Ranks, on_meshes
+from parity import Pair, Ranks, Run, on_meshes
 from reference import full_grads, make_mesh
 from shardkit import StateError, fully_shard, summon_full_params
 from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from parity import Run
 
 SETTERS = ["set_requires_gradient_sync", "set_requires_all_reduce"]
 

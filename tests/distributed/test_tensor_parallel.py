@@ -40,12 +40,11 @@ from shardkit import (
     fully_shard,
     init_device_mesh,
 )
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

@@ -17,10 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from parallel_models import CASES, GPT, batches_of, gpt_plan, make, make_meshes, parallelize
 from reference import Differences, assert_within
 from shardkit import CPUOffloadPolicy, ShardedTensor, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 

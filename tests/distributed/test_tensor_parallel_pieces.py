@@ -19,12 +19,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from reference import Differences, assert_within
 from shardkit import FlatShard, ShardedTensor, ShardedTensorError, fully_shard, install
-from workers import in_each, on_ranks
+from workers import Spawn, in_each, on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

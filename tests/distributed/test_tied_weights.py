@@ -11,7 +11,7 @@ from one_backward import MODES
 from torch import Tensor, nn
 
 from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
-from parity import Ranks, compare_training, on_meshes
+from parity import Ranks, Run, compare_training, on_meshes
 from recording import recording_mesh
 from reference import (
     TRAINED,
@@ -26,7 +26,6 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     import workers
-    from parity import Run
 
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
 

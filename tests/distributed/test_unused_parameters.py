@@ -19,14 +19,13 @@ from one_backward import (
 from torch import Tensor, nn
 
 from models import CASES
-from parity import Ranks, on_meshes
+from parity import Ranks, Run, on_meshes
 from reference import LOSS_TOLERANCE, Differences, assert_each_within, full_grads, make_mesh
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from parity import Run
     from workers import Spawn
 
 # --- unused parameters --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from one_backward import MODES
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from models import MLP, Case, regression_batch
+from models import MLP, Batch, Case, regression_batch
 from parity import compare_training, in_turns
 from reference import (
     TRAINED,
@@ -21,13 +21,10 @@ from reference import (
     shard,
 )
 from shardkit import fully_shard
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
-
-    from models import Batch
-    from workers import Spawn
 
 
 class Layers(nn.Module):

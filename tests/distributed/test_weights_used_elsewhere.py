@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from parity import in_turns
 from reference import Differences, assert_each_within, assert_within, make_mesh, step_all
 from shardkit import fully_shard
-from workers import spawn_each
+from workers import Spawn, spawn_each
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

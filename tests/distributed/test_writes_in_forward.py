@@ -15,10 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reference import Differences, assert_within, full_parameters, make_mesh
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor, fully_shard
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
 TOLERANCE = 1e-12

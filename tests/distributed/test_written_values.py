@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from reference import make_mesh
 from shardkit import RankMismatchError, checkpoint, fully_shard, summon_full_params
 from shardkit.optim import LocalOptimizer
-from workers import in_each
+from workers import Spawn, in_each
 
 if typing.TYPE_CHECKING:
-    from workers import Spawn
-
     Change = typing.Callable[[typing.Any], None]
 
 pytestmark = pytest.mark.helpers

@@ -48,21 +48,13 @@ _VALUES = {"ranks", "raises", "needs", "file", "reason", "devices"}
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block.
+    """One fenced block."""
 
-    Attributes:
-        page: From the root of the repository.
-        line: Of the fence that opens it, from 1.
-        language: What the fence says.
-        source: What is in it.
-        options: See above.
-    """
-
-    page: str
-    line: int
-    language: str
-    source: str
-    options: dict[str, str]
+    page: str  # From the root of the repository.
+    line: int  # Of the fence that opens it, from 1.
+    language: str  # What the fence says.
+    source: str  # What is in it.
+    options: dict[str, str]  # See above.
 
     @property
     def where(self) -> str:

@@ -23,21 +23,13 @@ ACCUMULATE = 2
 
 @dataclasses.dataclass
 class Run:
-    """One training.
+    """One training."""
 
-    Attributes:
-        accelerator: Accelerate's.
-        model: The prepared one.
-        optimizer: The prepared one.
-        losses: The mean over the ranks, by micro-batch.
-        norms: Of the gradients before they were clipped, by step.
-    """
-
-    accelerator: typing.Any
-    model: typing.Any
-    optimizer: typing.Any
-    losses: list[float]
-    norms: list[float]
+    accelerator: typing.Any  # Accelerate's.
+    model: typing.Any  # The prepared one.
+    optimizer: typing.Any  # The prepared one.
+    losses: list[float]  # The mean over the ranks, by micro-batch.
+    norms: list[float]  # Of the gradients before they were clipped, by step.
 
     def train(self, name: str, micro_batches: range) -> None:
         """Train, with clipping, on this rank's batches."""
@@ -90,10 +82,12 @@ def fsdp2() -> Iterator[None]:
     """Let Accelerate shard ranks of the CPU by FSDP2, as it does where there are accelerators."""
     from accelerate.state import AcceleratorState
 
+    from shardkit._compat.once import wrapped
     from shardkit.integrations.accelerate import _also_on_cpu
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AcceleratorState, "__init__", _also_on_cpu(AcceleratorState.__init__))
+        sharded = wrapped(AcceleratorState.__init__, _also_on_cpu)
+        patch.setattr(AcceleratorState, "__init__", sharded)
         yield
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate_runs import MICRO_BATCHES, accelerate_ranks, make, prepare, replicated
 from launched import TIMEOUT_S, forget_accelerate
 
+from checkpoints import assert_same
 from shardkit import checkpoint
 from shardkit.optim import MatrixOptimizer
 
@@ -22,12 +23,6 @@ if typing.TYPE_CHECKING:
 pytestmark = pytest.mark.frameworks
 
 ADAMW = {"optimizer": torch.optim.AdamW, "learning_rate": 1e-2}
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
 
 
 def save_and_go_on(kind: str, folder: str) -> None:
@@ -44,7 +39,7 @@ def save_and_go_on(kind: str, folder: str) -> None:
         second.accelerator.load_state(folder)
         second.train("tied_llama", range(MICRO_BATCHES, 2 * MICRO_BATCHES))
         assert second.losses == first.losses[MICRO_BATCHES:]
-        assert_equal(second.parameters(), expected)
+        assert_same(second.parameters(), expected)
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
@@ -85,7 +80,7 @@ def save_two_optimizers(folder: str) -> None:
         checkpoint.save(f"{folder}/saved", model, optimizers)
         expected = step()
         checkpoint.load(f"{folder}/saved", model, optimizers)
-        assert_equal(step(), expected)
+        assert_same(step(), expected)
 
 
 def test_two_optimizers_of_one_model_are_saved_by_shardkit(
@@ -122,7 +117,7 @@ def export(folder: str) -> None:
             for name, value in each.state_dict().items():
                 torch.testing.assert_close(value, expected[name], rtol=0, atol=3e-6)
         if is_main:
-            assert_equal(pretrained.state_dict(), whole)
+            assert_same(pretrained.state_dict(), whole)
 
 
 def test_whole_models_are_exported(spawn: Spawn, tmp_path: pathlib.Path) -> None:
@@ -142,7 +137,7 @@ def merge(folder: str) -> None:
         if dist.get_rank() == 0:
             path = pathlib.Path(folder)
             merge_fsdp_weights(str(path / "pytorch_model_fsdp_0"), str(path / "merged"))
-            assert_equal(load_file(path / "merged" / "model.safetensors"), whole)
+            assert_same(load_file(path / "merged" / "model.safetensors"), whole)
         else:
             run.accelerator.wait_for_everyone()
 

@@ -115,14 +115,10 @@ def places_in(inputs: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class History:
-    """What a training was like.
+    """What a training was like."""
 
-    Attributes:
-        losses: Means over the ranks, by step.
-        norms: Of the gradients before they were clipped, by step.
-    """
-
-    losses: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)  # Means over the ranks, by step.
+    # Of the gradients before they were clipped, by step.
     norms: list[float] = dataclasses.field(default_factory=list)
 
 

@@ -8,14 +8,12 @@ import typing
 import pytest
 import torch
 from launched import TIMEOUT_S, set_launchers_variables
-from torch import nn
+from torch import Tensor, nn
 
 import shardkit
 
 if typing.TYPE_CHECKING:
     import pathlib
-
-    from torch import Tensor
 
     from workers import Spawn
 

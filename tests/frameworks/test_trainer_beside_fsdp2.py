@@ -50,21 +50,13 @@ def generate(model: typing.Any) -> Tensor:
 
 @dataclasses.dataclass
 class Run:
-    """A training that ended.
+    """A training that ended."""
 
-    Attributes:
-        logged: Numbers of each step by what they are.
-        tokens: What was generated in the middle, and in the end.
-        parameters: Whole ones by name, on the first rank.
-        is_sharded: Whether shardkit has sharded the model.
-        is_coded: Whether the optimizer keeps codes.
-    """
-
-    logged: dict[str, list[float]]
-    tokens: list[Tensor]
-    parameters: dict[str, Tensor]
-    is_sharded: bool
-    is_coded: bool
+    logged: dict[str, list[float]]  # Numbers of each step by what they are.
+    tokens: list[Tensor]  # What was generated in the middle, and in the end.
+    parameters: dict[str, Tensor]  # Whole ones by name, on the first rank.
+    is_sharded: bool  # Whether shardkit has sharded the model.
+    is_coded: bool  # Whether the optimizer keeps codes.
 
 
 def keeps_codes(trainer: typing.Any) -> bool:
@@ -148,21 +140,14 @@ def refused(case: Case) -> contextlib.AbstractContextManager[object]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        model: Name in the zoo.
-        fsdp: The Trainer's ``fsdp_config``.
-        options: More arguments of the Trainer.
-        tolerance: Largest difference of losses.
-        sizes: Fields of the model's config.
-    """
-
-    model: str
-    fsdp: dict[str, typing.Any]
+    model: str  # Name in the zoo.
+    fsdp: dict[str, typing.Any]  # The Trainer's ``fsdp_config``.
+    # More arguments of the Trainer.
     options: dict[str, typing.Any] = dataclasses.field(default_factory=dict)
-    tolerance: float = TOLERANCE
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    tolerance: float = TOLERANCE  # Largest difference of losses.
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)  # Fields of the model's config.
 
     def make(self, seed: int = 0) -> nn.Module:
         return make(self.model, seed, **self.sizes)

@@ -20,19 +20,12 @@ _CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A kernel, a copy or a fill.
+    """A kernel, a copy or a fill."""
 
-    Attributes:
-        name: As the profiler shows it.
-        stream: Number of its stream, the same in all traces of a process.
-        start: In microseconds.
-        end: In microseconds.
-    """
-
-    name: str
-    stream: int
-    start: float
-    end: float
+    name: str  # As the profiler shows it.
+    stream: int  # Number of its stream, the same in all traces of a process.
+    start: float  # In microseconds.
+    end: float  # In microseconds.
 
     @property
     def is_copy(self) -> bool:

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from parity import Ranks
 from reference import AXES, OPTIMIZERS, STEPS, Differences, rank_batch, train
-from shardkit import init_device_mesh
+from shardkit import DeviceMesh, init_device_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from models import Batch, Case
-    from shardkit import DeviceMesh
 
 CARD = torch.device("cuda", 0)
 

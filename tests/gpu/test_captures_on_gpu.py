@@ -10,11 +10,11 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import one_card
 import shardkit
-from models import CASES
+from models import CASES, Case
 from one_card import CardRanks, make_card_mesh, reduce_by_buffers
 from shardkit import MixedPrecisionPolicy, StateError, fully_shard
 from shardkit._compat.torch_groups import init_fake_process_group
@@ -22,17 +22,13 @@ from shardkit._compat.torch_groups import init_fake_process_group
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
-    from models import Case
     from workers import Spawn
 
 pytestmark = one_card.NEEDS_CARD
 
 NUM_STEPS = 20
 FAKE_SIZE = 64
-LARGE = 2**26
-"""Elements of a tensor, 256 MiB."""
+LARGE = 2**26  # Elements of a tensor, 256 MiB.
 BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import one_card
 from checkpoints import WholeState, assert_same, make_sharded, whole_state
-from models import CASES
+from models import CASES, Batch, Case
 from one_card import CardDifferences, CardRanks, on_host
 from reference import OPTIMIZERS, assert_within, full_parameters
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint
@@ -21,7 +21,6 @@ if typing.TYPE_CHECKING:
 
     from torch import nn
 
-    from models import Batch, Case
     from workers import Spawn
 
 pytestmark = one_card.NEEDS_CARD

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import one_card
-from models import CASES
+from models import CASES, Case
 from one_card import CardDifferences, CardRanks, reduce_by_buffers
 from reference import OPTIMIZERS, assert_within, full_grads, full_parameters, step_all
 from shardkit import MixedPrecisionPolicy
@@ -19,7 +19,6 @@ from shardkit import MixedPrecisionPolicy
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from models import Case
     from workers import Spawn
 
 pytestmark = one_card.NEEDS_CARD

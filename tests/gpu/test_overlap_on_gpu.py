@@ -60,19 +60,12 @@ class Layer(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step on the card, in the order of start.
+    """A step on the card, in the order of start."""
 
-    Attributes:
-        pauses: One per layer in forward, then one per layer in backward.
-        compute: All of the compute stream, from the first layer on.
-        gathers: By layer, as gathered: in forward, then again in backward.
-        num_forward: Of `gathers`, those of forward.
-    """
-
-    pauses: list[Work]
-    compute: list[Work]
-    gathers: list[list[Work]]
-    num_forward: int
+    pauses: list[Work]  # One per layer in forward, then one per layer in backward.
+    compute: list[Work]  # All of the compute stream, from the first layer on.
+    gathers: list[list[Work]]  # By layer, as gathered: in forward, then again in backward.
+    num_forward: int  # Of `gathers`, those of forward.
 
 
 def make_step(works: list[Work], kernels_per_gather: int) -> Step:

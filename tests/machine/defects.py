@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import types
 import typing
 from unittest import mock
 
 from shardkit import compression
+from shardkit._compat.once import wrapped
 from shardkit._module import activation_checkpoint, fsdp_module, full_params
 from shardkit._params import flat_store, gradients, sites
 from shardkit._runtime import backward, runtime, traffic
@@ -31,14 +31,17 @@ DEFECTS: dict[str, list[tuple[typing.Any, str, Callable[[typing.Any], typing.Any
 """For each the functions that are exchanged: owner, name, what makes the new one of the old one."""
 
 
-def exchange(owner: object, name: str, *, of: str) -> typing.Any:
-    """Add to a defect: what is decorated makes a function's replacement."""
+def exchange(owner: object, name: str, *, of: str, by: object = None) -> typing.Any:
+    """Add to a defect: `by` replaces a function, or what is decorated, which gets that first."""
     assert name in vars(owner), f"{of!r} exchanges {name!r}, which {owner} does not have"
+    exchanged = DEFECTS.setdefault(of, [])
 
-    def add(make: typing.Any) -> typing.Any:
-        DEFECTS.setdefault(of, []).append((owner, name, make))
-        return make
+    def add(new: typing.Any) -> typing.Any:
+        exchanged.append((owner, name, lambda old: wrapped(old, new)))
+        return new
 
+    if by is not None:
+        exchanged.append((owner, name, lambda _: by))
     return add
 
 
@@ -64,88 +67,65 @@ def is_of(entries: typing.Any, name: str) -> bool:
 
 
 @exchange(flat_store.FlatStore, "gather_jobs", of="the second layer is gathered once only")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, comm: object) -> typing.Any:
-        jobs = old(self, comm)
-        self.num_gathers = getattr(self, "num_gathers", 0) + 1
-        return [] if self.num_gathers > 1 and is_of(self.entries, "blocks.1") else jobs
-
-    return new
+def _(old: typing.Any, self: typing.Any, comm: object) -> typing.Any:
+    jobs = old(self, comm)
+    self.num_gathers = getattr(self, "num_gathers", 0) + 1
+    return [] if self.num_gathers > 1 and is_of(self.entries, "blocks.1") else jobs
 
 
-@exchange(flat_store.Store, "is_stale", of="a changed shard is not gathered anew")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return property(lambda _: False)
+exchange(
+    flat_store.Store,
+    "is_stale",
+    of="a changed shard is not gathered anew",
+    by=property(lambda _: False),
+)
 
 
 @exchange(flat_store.FlatStore, "release", of="the memory of a layer is kept")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, pool: object, fence: object) -> None:
-        if not is_of(self.entries, "blocks.2"):
-            old(self, pool, fence)
-
-    return new
+def _(old: typing.Any, self: typing.Any, pool: object, fence: object) -> None:
+    if not is_of(self.entries, "blocks.2"):
+        old(self, pool, fence)
 
 
 # --- gradients ------------------------------------------------------------------------------------
 
 
 @exchange(traffic.Reductions, "_reduce", of="the reduction of a layer is lost")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, of: typing.Any) -> None:
-        if "blocks.1" not in of.name:
-            old(self, of)
-
-    return new
+def _(old: typing.Any, self: typing.Any, of: typing.Any) -> None:
+    if "blocks.1" not in of.name:
+        old(self, of)
 
 
 @exchange(gradients.GroupGradients, "_scale_of", of="gradients are averaged twice")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, num_ranks: int) -> float:
-        return float(old(self, num_ranks) / num_ranks)
-
-    return new
+def _(old: typing.Any, self: typing.Any, num_ranks: int) -> float:
+    return float(old(self, num_ranks) / num_ranks)
 
 
 @exchange(gradients.GroupGradients, "_reduction_of", of="replicas are not averaged")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, of: typing.Any) -> typing.Any:
-        result = old(self, of)
-        result.replicate_axis = None
-        return result
-
-    return new
+def _(old: typing.Any, self: typing.Any, of: typing.Any) -> typing.Any:
+    result = old(self, of)
+    result.replicate_axis = None
+    return result
 
 
 @exchange(flat_store.SendBuffer, "write_all", of="a second gradient replaces the first one")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, grads: dict[int, object], *args: object) -> None:
-        self.written.difference_update(grads)
-        old(self, grads, *args)
-
-    return new
+def _(old: typing.Any, self: typing.Any, grads: dict[int, object], *args: object) -> None:
+    self.written.difference_update(grads)
+    old(self, grads, *args)
 
 
 @exchange(traffic.Reductions, "reset", of="what was not synced outlives an exception")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any) -> None:
-        with mock.patch.object(gradients.GroupGradients, "reset", nothing):
-            old(self)
-
-    return new
+def _(old: typing.Any, self: typing.Any) -> None:
+    with mock.patch.object(gradients.GroupGradients, "reset", nothing):
+        old(self)
 
 
 @exchange(runtime.Runtime, "reset", of="an exception is not cleaned up after")
-def _(old: typing.Any) -> typing.Any:
+def _(old: typing.Any, self: typing.Any) -> None:
     del old
-
-    def new(self: typing.Any) -> None:
-        self._interrupted = False
-        self.pass_root = None
-        self.backward.is_running = False
-
-    return new
+    self._interrupted = False
+    self.pass_root = None
+    self.backward.is_running = False
 
 
 @exchange(sharded, "_relay", of="a hook that was removed is called again")
@@ -166,116 +146,105 @@ def _(old: typing.Any) -> typing.Any:
 
 
 @exchange(backward, "averaged", of="gradients that were asked for are not averaged")
-def _(old: typing.Any) -> typing.Any:
-    return lambda grad, like: old(grad, like) * like.spec.axis.size
+def _(old: typing.Any, grad: typing.Any, like: typing.Any) -> typing.Any:
+    return old(grad, like) * like.spec.axis.size
 
 
-@exchange(backward, "_pair", of="gradients of chosen parameters are not asked for")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return lambda tensor: (tensor, None)
+exchange(
+    backward,
+    "_pair",
+    of="gradients of chosen parameters are not asked for",
+    by=lambda tensor: (tensor, None),
+)
 
 
 @exchange(compression.Matrix, "view", of="a matrix is compressed beside its place")
-def _(old: typing.Any) -> typing.Any:
-    return lambda self, flat: old(self, flat.roll(1))
+def _(old: typing.Any, self: typing.Any, flat: typing.Any) -> typing.Any:
+    return old(self, flat.roll(1))
 
 
 # --- values ---------------------------------------------------------------------------------------
 
 
-@exchange(sharded.ShardedTensor, "copy_values", of="a value that is loaded is lost")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return nothing
+exchange(sharded.ShardedTensor, "copy_values", of="a value that is loaded is lost", by=nothing)
 
 
-@exchange(runtime, "keep_writes", of="what a forward writes is lost")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return lambda of, _: of.note_writes()
+exchange(
+    runtime, "keep_writes", of="what a forward writes is lost", by=lambda of, _: of.note_writes()
+)
 
 
 @exchange(full_params.WholeBucket, "_write", of="what is written to a whole parameter is lost")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, index: int, *args: object) -> None:
-        if index == 0:
-            old(self, index, *args)
-
-    return new
+def _(old: typing.Any, self: typing.Any, index: int, *args: object) -> None:
+    if index == 0:
+        old(self, index, *args)
 
 
 @exchange(full_params.WholeBucket, "_write", of="what is written to a whole gradient is lost")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, *args: object) -> None:
-        options = self._options
-        self._options = dataclasses.replace(options, with_grads=False)
-        old(self, *args)
-        self._options = options
-
-    return new
+def _(old: typing.Any, self: typing.Any, *args: object) -> None:
+    options = self._options
+    self._options = dataclasses.replace(options, with_grads=False)
+    old(self, *args)
+    self._options = options
 
 
-@exchange(_matrix.OwnedParams, "_is_stale", of="the owner of a matrix misses a write")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return lambda self, index: self.marks[index] is None
+exchange(
+    _matrix.OwnedParams,
+    "_is_stale",
+    of="the owner of a matrix misses a write",
+    by=lambda self, index: self.marks[index] is None,
+)
 
 
-@exchange(flat_store, "note_raised", of="the owner of a matrix misses what a forward writes")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return nothing
+exchange(
+    flat_store, "note_raised", of="the owner of a matrix misses what a forward writes", by=nothing
+)
 
 
-@exchange(_save.Staging, "copy", of="a save in the background has what was written since")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return lambda _, state: state
+exchange(
+    _save.Staging,
+    "copy",
+    of="a save in the background has what was written since",
+    by=lambda _, state: state,
+)
 
 
 @exchange(
     model_and_optimizer, "numbered_states", of="state of the optimizer comes to other parameters"
 )
-def _(old: typing.Any) -> typing.Any:
-    @functools.wraps(old)
-    def new(*args: typing.Any, **options: typing.Any) -> typing.Any:
-        for each, state in old(*args, **options):
-            if {1, 3} <= set(state["state"]):
-                entries = state["state"]
-                entries[1], entries[3] = entries[3], entries[1]
-            yield each, state
-
-    return new
+def _(old: typing.Any, *args: typing.Any, **options: typing.Any) -> typing.Any:
+    for each, state in old(*args, **options):
+        if {1, 3} <= set(state["state"]):
+            entries = state["state"]
+            entries[1], entries[3] = entries[3], entries[1]
+        yield each, state
 
 
 # --- models that change ---------------------------------------------------------------------------
 
 
 @exchange(fsdp_module.FSDPModule, "__deepcopy__", of="a copy has the method of its model")
-def _(old: typing.Any) -> typing.Any:
-    def new(self: typing.Any, memo: dict[int, object]) -> typing.Any:
-        result = old(self, memo)
-        if "short" in vars(self):
-            result.short = self.short
-        return result
-
-    return new
+def _(old: typing.Any, self: typing.Any, memo: dict[int, object]) -> typing.Any:
+    result = old(self, memo)
+    if "short" in vars(self):
+        result.short = self.short
+    return result
 
 
-@exchange(sites.ParamSites, "_refuse_replaced", of="another parameter is computed with")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return nothing
+exchange(sites.ParamSites, "_refuse_replaced", of="another parameter is computed with", by=nothing)
 
 
-@exchange(activation_checkpoint, "torch_modules", of="functional_call is repeated without values")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return types.SimpleNamespace(in_functional_call=lambda: False)
+exchange(
+    activation_checkpoint,
+    "torch_modules",
+    of="functional_call is repeated without values",
+    by=types.SimpleNamespace(in_functional_call=lambda: False),
+)
 
 
-@exchange(sites.ParamSites, "end_functional_call", of="functional_call leaves freed parameters")
-def _(old: typing.Any) -> typing.Any:
-    del old
-    return lambda self, **_: self.show(unsharded=False)
+exchange(
+    sites.ParamSites,
+    "end_functional_call",
+    of="functional_call leaves freed parameters",
+    by=lambda self, **_: self.show(unsharded=False),
+)

@@ -23,12 +23,11 @@ from hypothesis.stateful import (
 from simulation import simulated
 
 from shardkit._compat import torch_tensors
-from workers import WorkerError
+from workers import Spawn, WorkerError
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 

@@ -59,8 +59,7 @@ WIDTH, DEPTH, ROWS = 6, 3, 4
 AXES = ("replicate", "shard")
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 """Of the largest element. Sums come in another order, and errors grow by training."""
-ACTIONS: dict[str, int] = {}
-"""Names of actions, and how many numbers each takes."""
+ACTIONS: dict[str, int] = {}  # Names of actions, and how many numbers each takes.
 KEEPING: set[str] = set()
 """Names of actions after which an output from before may still go backward."""
 LAYOUTS = (
@@ -68,8 +67,7 @@ LAYOUTS = (
     *("offloaded", "tied", "replicated", "compressed", "two dtypes", "cast", "reduced"),
 )
 """Ways to shard. In the last four some numbers are computed in fp32."""
-ALIKE = LAYOUTS[:8]
-"""Those in which a checkpoint of one of the others goes on, here."""
+ALIKE = LAYOUTS[:8]  # Those in which a checkpoint of one of the others goes on, here.
 
 
 def action(method: Callable[..., None]) -> Callable[..., None]:

@@ -23,12 +23,11 @@ from models import GPT, Case, Parameters, cross_entropy, token_batch
 from reference import full, full_parameters, make_mesh, shard, whole_and_sharded
 from shardkit import OptimizerError, ShardedTensor, checkpoint, fully_shard
 from shardkit.optim import LocalOptimizer
-from workers import on_ranks, spawn_each
+from workers import Spawn, on_ranks, spawn_each
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.models
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit._layout import FlatLayout, Part
+from shardkit._layout import Box, FlatLayout, Part
 from shardkit.optim._owners import (
     HeldPart,
     Spread,
@@ -26,7 +26,6 @@ from shardkit.optim._owners import (
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardkit._layout import Box
 
 shapes = st.lists(
     st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=12

@@ -15,12 +15,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from shardkit._schedule import BATCH_NBYTES, Op, ReduceOrder, UnshardSchedule
+from shardkit._schedule import BATCH_NBYTES, Action, Op, ReduceOrder, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit._schedule import Action
 
 ROOT = 0
 groups = st.integers(0, 4)

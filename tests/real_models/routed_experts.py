@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from zoo import DECODER, GROUPED_QUERIES, VOCABULARY, draw_tokens
 
 from experts import Exchange
-from shardkit import auto_shard
+from shardkit import ShardPlan, auto_shard
 
 if typing.TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardkit import ShardPlan
 
 NUM_EXPERTS = 8
 

@@ -11,19 +11,16 @@ import torch
 import torch.distributed as dist
 from routed_experts import batches, loss_of, make, routes, shard
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zoo import TIMEOUT_S
 
 from reference import step_all
 from shardkit.checkpoint import load, save, save_full
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from workers import Spawn
 
 pytestmark = pytest.mark.models
 
@@ -36,21 +33,14 @@ STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A model and how ranks are used.
+    """A model and how ranks are used."""
 
-    Attributes:
-        name: The model.
-        shape: Replicas, ranks that hold the same experts, ranks that hold different ones.
-        tp: Ranks that split attention.
-        keeps_routers: Whether routers are no shardkit parameters, but plain ones.
-        recomputes: Whether layers run again in backward, and send their tokens again.
-    """
-
-    name: str
+    name: str  # The model.
+    # Replicas, ranks that hold the same experts, ranks that hold different ones.
     shape: tuple[int, int, int]
-    tp: int = 1
-    keeps_routers: bool = False
-    recomputes: bool = False
+    tp: int = 1  # Ranks that split attention.
+    keeps_routers: bool = False  # Whether routers are no shardkit parameters, but plain ones.
+    recomputes: bool = False  # Whether layers run again in backward, and send their tokens again.
 
 
 def make_both(layout: Layout) -> tuple[typing.Any, typing.Any]:

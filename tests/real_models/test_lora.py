@@ -10,16 +10,11 @@ import torch
 from torch import Tensor, nn
 from zoo import TIMEOUT_S, ZOO
 
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from models import Batch
-    from workers import Spawn
-
-from models import Case
+from models import Batch, Case
 from parity import compare_training
 from reference import OPTIMIZERS, Differences, assert_within, full_parameters, my_batch, shard
 from shardkit import ShardedTensor, register_fsdp_forward_method
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.models
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import typing
 
 import pytest
 import torch
@@ -14,10 +13,7 @@ from zoo import TIMEOUT_S, ZOO
 from parity import compare_training
 from reference import OPTIMIZERS, Differences, assert_within, global_batch, my_batch, shard, train
 from shardkit import MixedPrecisionPolicy, ShardedTensor
-from workers import on_ranks
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.models
 

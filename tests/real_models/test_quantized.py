@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo import TIMEOUT_S, ZOO
 
-from workers import on_ranks
+from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
 
-    from models import Batch
-    from workers import Spawn
 
 from allocated import past_shared_memory
-from models import Case
+from models import Batch, Case
 from parity import compare_training
 from quantized import live_nbytes, nbytes_at_rest
 from reference import Differences, assert_within, make_mesh, my_batch, shard

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from zoo import TIMEOUT_S, ZOO
 
+from checkpoints import assert_same
 from reference import OPTIMIZERS, full, full_parameters, my_batch, shard, train
 
 if typing.TYPE_CHECKING:
@@ -37,22 +38,16 @@ def save_and_load(name: str, folder: str) -> None:
     dist.barrier()
 
     loaded = type(plain).from_pretrained(folder)
-    assert_equal(dict(loaded.named_parameters()), expected)
+    assert_same(dict(loaded.named_parameters()), expected)
     other = shard(case, case.make())
     other.load_state_dict(loaded.state_dict())
-    assert_equal(full_parameters(other), expected)
+    assert_same(full_parameters(other), expected)
     again = shard(case, loaded)
-    assert_equal(full_parameters(again), expected)
+    assert_same(full_parameters(again), expected)
     inputs, labels = my_batch(case, 1)
     with torch.no_grad():
         losses = [each.eval()(inputs, labels=labels).loss for each in (model, other, again)]
     assert losses[0] == losses[1] == losses[2]
-
-
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(actual[key], value), key
 
 
 @pytest.mark.parametrize("name", ZOO)

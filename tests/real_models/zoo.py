@@ -36,106 +36,78 @@ GROUPED_QUERIES = {"num_key_value_heads": 2}
 NO_DROPOUT_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def make_llama(**options: typing.Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _maker(name: str, **options: typing.Any) -> Callable[[], nn.Module]:
+    """Return a function that makes a model of a class of transformers, by options of its config."""
 
-    return LlamaForCausalLM(LlamaConfig(**{**DECODER, **GROUPED_QUERIES, **options}))
+    def make() -> nn.Module:
+        import transformers
 
+        kind = getattr(transformers, name)
+        return kind(kind.config_class(**options))
 
-def make_tied_llama() -> nn.Module:
-    return make_llama(tie_word_embeddings=True)
-
-
-def make_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=3,
-            n_head=4,
-            n_positions=64,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
+    return make
 
 
-def make_bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**DECODER, **NO_DROPOUT_BERT))
-
-
-def make_t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-def make_vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            image_size=16,
-            patch_size=4,
-            num_labels=CLASSES,
-            **NO_DROPOUT_BERT,
-        )
-    )
-
-
-def make_mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(**DECODER, **GROUPED_QUERIES, num_local_experts=4, num_experts_per_tok=2)
-    )
-
-
-def make_whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            num_mel_bins=MELS,
-            max_source_positions=FRAMES // 2,
-            max_target_positions=32,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=3,
-            begin_suppress_tokens=[4, 5],
-        )
-    )
+LLAMA = _maker("LlamaForCausalLM", **DECODER, **GROUPED_QUERIES)
+TIED_LLAMA = _maker("LlamaForCausalLM", **DECODER, **GROUPED_QUERIES, tie_word_embeddings=True)
+GPT2 = _maker(
+    "GPT2LMHeadModel",
+    vocab_size=VOCABULARY,
+    n_embd=32,
+    n_layer=3,
+    n_head=4,
+    n_positions=64,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+BERT = _maker("BertForMaskedLM", **DECODER, **NO_DROPOUT_BERT)
+T5 = _maker(
+    "T5ForConditionalGeneration",
+    vocab_size=VOCABULARY,
+    d_model=32,
+    d_kv=8,
+    d_ff=64,
+    num_layers=2,
+    num_heads=4,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+)
+VIT = _maker(
+    "ViTForImageClassification",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    image_size=16,
+    patch_size=4,
+    num_labels=CLASSES,
+    **NO_DROPOUT_BERT,
+)
+MIXTRAL = _maker(
+    "MixtralForCausalLM", **DECODER, **GROUPED_QUERIES, num_local_experts=4, num_experts_per_tok=2
+)
+WHISPER = _maker(
+    "WhisperForConditionalGeneration",
+    vocab_size=VOCABULARY,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=64,
+    num_mel_bins=MELS,
+    max_source_positions=FRAMES // 2,
+    max_target_positions=32,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=3,
+    begin_suppress_tokens=[4, 5],
+)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -193,15 +165,15 @@ def _layers(*paths: str) -> Callable[[nn.Module], list[nn.Module]]:
 
 
 ZOO = {
-    "llama": Case(make_llama, _layers("model.layers"), language_batch, own_loss),
-    "tied_llama": Case(make_tied_llama, _layers("model.layers"), language_batch, own_loss),
-    "gpt2": Case(make_gpt2, _layers("transformer.h"), language_batch, own_loss),
-    "bert": Case(make_bert, _layers("bert.encoder.layer"), masked_batch, own_loss),
-    "t5": Case(make_t5, _layers("encoder.block", "decoder.block"), translation_batch, own_loss),
-    "vit": Case(make_vit, _layers("vit.layers"), picture_batch, own_loss),
-    "mixtral": Case(make_mixtral, _layers("model.layers"), language_batch, own_loss),
+    "llama": Case(LLAMA, _layers("model.layers"), language_batch, own_loss),
+    "tied_llama": Case(TIED_LLAMA, _layers("model.layers"), language_batch, own_loss),
+    "gpt2": Case(GPT2, _layers("transformer.h"), language_batch, own_loss),
+    "bert": Case(BERT, _layers("bert.encoder.layer"), masked_batch, own_loss),
+    "t5": Case(T5, _layers("encoder.block", "decoder.block"), translation_batch, own_loss),
+    "vit": Case(VIT, _layers("vit.layers"), picture_batch, own_loss),
+    "mixtral": Case(MIXTRAL, _layers("model.layers"), language_batch, own_loss),
     "whisper": Case(
-        make_whisper,
+        WHISPER,
         _layers("model.encoder.layers", "model.decoder.layers"),
         speech_batch,
         own_loss,

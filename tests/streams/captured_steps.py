@@ -8,8 +8,8 @@ import typing
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from trainings import Training
+from torch import Tensor, nn
+from trainings import Run, Training
 
 import shardkit
 from shardkit.backends.watch.watchdog import current_watchdog
@@ -17,8 +17,6 @@ from shardkit.backends.watch.watchdog import current_watchdog
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-    from trainings import Run
 
 NUM_REPLAYS = 8
 

@@ -62,15 +62,11 @@ class Communication(typing.NamedTuple):
 
 
 class SimulatedGraph:
-    """What ``torch.cuda.CUDAGraph`` is, of a simulation.
-
-    Attributes:
-        used: What memory it uses.
-    """
+    """What ``torch.cuda.CUDAGraph`` is, of a simulation."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
-        self.used: dict[Block, None] = {}
+        self.used: dict[Block, None] = {}  # What memory it uses.
         self._nodes: list[Work | Wait | Communication] = []
         self._before: dict[SimulatedStream, Before] = {}
         self._erasers: set[SimulatedStream] = set()

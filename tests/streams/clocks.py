@@ -57,26 +57,17 @@ class Line:
 
 @dataclasses.dataclass(eq=False)
 class Memory:
-    """Memory that operators use.
+    """Memory that operators use."""
 
-    Attributes:
-        label: What it is, for findings.
-        kind: HOST or DEVICE.
-        owner: The stream in whose order its allocator gives it away again; None: not by streams.
-        is_pinned: Of the host: copies from and to it go on beside the host.
-        is_scalar: A number of the host, which goes to the device by value.
-        whose: Of which parameters, for findings: " of 'layers.0.weight'".
-        last_write: The last operation that wrote it.
-        reads: The last operations since then that read it, by stream.
-    """
-
-    label: str
-    kind: str
+    label: str  # What it is, for findings.
+    kind: str  # HOST or DEVICE.
+    # The stream in whose order its allocator gives it away again; None: not by streams.
     owner: Line | None = None
-    is_pinned: bool = False
-    is_scalar: bool = False
-    whose: str = ""
-    last_write: Use | None = None
+    is_pinned: bool = False  # Of the host: copies from and to it go on beside the host.
+    is_scalar: bool = False  # A number of the host, which goes to the device by value.
+    whose: str = ""  # Of which parameters, for findings: " of 'layers.0.weight'".
+    last_write: Use | None = None  # The last operation that wrote it.
+    # The last operations since then that read it, by stream.
     reads: dict[int, Use] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -102,23 +93,16 @@ class Edge:
 
 
 class Checker:
-    """Advances clocks and collects findings.
-
-    Attributes:
-        host: The line of the host.
-        findings: What was not ordered, in words.
-        edges: What was ordered between different streams.
-        uses: By what memory is, who reads and who writes it.
-        returns: By what memory is, to whom it goes back.
-    """
+    """Advances clocks and collects findings."""
 
     def __init__(self) -> None:
-        self.findings: list[str] = []
-        self.edges: set[Edge] = set()
+        self.findings: list[str] = []  # What was not ordered, in words.
+        self.edges: set[Edge] = set()  # What was ordered between different streams.
+        # By what memory is, who reads and who writes it.
         self.uses: dict[str, set[tuple[str, str]]] = {}
-        self.returns: dict[str, set[str]] = {}
+        self.returns: dict[str, set[str]] = {}  # By what memory is, to whom it goes back.
         self._lines = 0
-        self.host = self.new_line("the host")
+        self.host = self.new_line("the host")  # The line of the host.
 
     def new_line(self, name: str) -> Line:
         """Return a line on which nothing has run."""

@@ -28,20 +28,13 @@ TAG = re.compile(r"# order: (.+)")
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """One defect.
+    """One defect."""
 
-    Attributes:
-        module: Below ``shardkit``.
-        name: Of the statement in its source that is taken away.
-        scenario: Which complains.
-        options: Of the simulation.
-        new: What stands there instead; of a statement with a body, instead of the lines before it.
-    """
-
-    module: str
-    name: str
-    scenario: str
-    options: tuple[str, ...] = ()
+    module: str  # Below ``shardkit``.
+    name: str  # Of the statement in its source that is taken away.
+    scenario: str  # Which complains.
+    options: tuple[str, ...] = ()  # Of the simulation.
+    # What stands there instead; of a statement with a body, instead of the lines before it.
     new: str = "pass"
 
     def __str__(self) -> str:

@@ -40,8 +40,7 @@ from shardkit._compat import torch_fsdp2
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-_LARGEST_NBYTES = 256
-"""Between the sizes of the root's group, 40 bytes, and of a block's."""
+_LARGEST_NBYTES = 256  # Between the sizes of the root's group, 40 bytes, and of a block's.
 
 # --- the scenarios --------------------------------------------------------------------------------
 

@@ -34,30 +34,24 @@ if typing.TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
 
-POISON = 0xFF
-"""In every byte it is NaN in every floating dtype."""
+POISON = 0xFF  # In every byte it is NaN in every floating dtype.
 
 
 class SimulatedEvent:
-    """A point on a stream; `torch.Event` to users.
-
-    Attributes:
-        clock: What lies before it.
-        also: Events that whoever waits for this one waits for.
-        graph: In which it was captured.
-        before: What of that graph lies before it.
-    """
+    """A point on a stream; `torch.Event` to users."""
 
     def __init__(self, stream: SimulatedStream) -> None:
         self.stream = stream
         self.position = stream.num_issued
         graph = stream.simulation.graph
+        # In which it was captured.
         self.graph = graph if graph is not None and graph.has(stream) else None
+        # What of that graph lies before it.
         self.before = {} if self.graph is None else self.graph.before(stream)
         if self.graph is not None:
             self.position = self.before.get(stream, 0)
-        self.clock = Clock(stream.line.clock)
-        self.also: list[SimulatedEvent] = []
+        self.clock = Clock(stream.line.clock)  # What lies before it.
+        self.also: list[SimulatedEvent] = []  # Events that whoever waits for this one waits for.
         self.step = stream.simulation.step
 
     def query(self) -> bool:
@@ -71,18 +65,13 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """A queue of work; `torch.Stream` to users.
-
-    Attributes:
-        num_issued: As many pieces of work were given to it.
-        num_run: As many have run.
-    """
+    """A queue of work; `torch.Stream` to users."""
 
     def __init__(self, simulation: Simulation, name: str, *, is_late: bool) -> None:
         self.simulation = simulation
         self.line = simulation.checker.new_line(name)
-        self.num_issued = 0
-        self.num_run = 0
+        self.num_issued = 0  # As many pieces of work were given to it.
+        self.num_run = 0  # As many have run.
         self._is_late = is_late
         self._work: list[tuple[int, Callable[[], object]]] = []
 
@@ -127,17 +116,11 @@ class SimulatedStream:
 
 @dataclasses.dataclass
 class Sync:
-    """A wait of the host for the device.
+    """A wait of the host for the device."""
 
-    Attributes:
-        what: What it called.
-        step: In which step.
-        of_step: In which step the device was given what it waited for.
-    """
-
-    what: str
-    step: int
-    of_step: int
+    what: str  # What it called.
+    step: int  # In which step.
+    of_step: int  # In which step the device was given what it waited for.
 
 
 class _Lease(np.ndarray):
@@ -146,52 +129,35 @@ class _Lease(np.ndarray):
 
 @dataclasses.dataclass(eq=False)
 class Block(Memory):
-    """Memory with an address.
+    """Memory with an address."""
 
-    Attributes:
-        memory: All its bytes, also after it was freed; None: it was not made here.
-        storage: Whose it was when it was first seen, if it was not made here.
-        eraser: Overwrites it while it is a free slot.
-        graph: In whose pool it lies.
-    """
-
+    # All its bytes, also after it was freed; None: it was not made here.
     memory: np.ndarray | None = None
+    # Whose it was when it was first seen, if it was not made here.
     storage: StorageWeakRef | None = None
-    eraser: SimulatedStream | None = None
-    graph: SimulatedGraph | None = None
+    eraser: SimulatedStream | None = None  # Overwrites it while it is a free slot.
+    graph: SimulatedGraph | None = None  # In whose pool it lies.
 
 
 class Simulation:
-    """A device, the host, and what happened between them.
-
-    Attributes:
-        checker: Judges.
-        compute: The stream on which users' operators run.
-        current: On which operators run now.
-        step: Set by who counts.
-        syncs: Waits of the host for the device.
-        has_host_engine: Process groups have an engine for tensors of the host.
-        num_made: As many slots were made in each step.
-        nbytes: Bytes of the device that are in use.
-        peak_nbytes: The most since it was last set.
-        graph: What is captured now.
-        numbers: Numbers of works, in the order of issue.
-    """
+    """A device, the host, and what happened between them."""
 
     def __init__(self, *, has_host_engine: bool = True) -> None:
+        # Process groups have an engine for tensors of the host.
         self.has_host_engine = has_host_engine
-        self.checker = Checker()
+        self.checker = Checker()  # Judges.
+        # The stream on which users' operators run.
         self.compute = SimulatedStream(self, "compute", is_late=False)
-        self.current = self.compute
+        self.current = self.compute  # On which operators run now.
         self.streams = [self.compute]
-        self.step = 0
-        self.syncs: list[Sync] = []
-        self.num_made: dict[int, int] = {}
-        self.nbytes = 0
-        self.peak_nbytes = 0
-        self.graph: SimulatedGraph | None = None
+        self.step = 0  # Set by who counts.
+        self.syncs: list[Sync] = []  # Waits of the host for the device.
+        self.num_made: dict[int, int] = {}  # As many slots were made in each step.
+        self.nbytes = 0  # Bytes of the device that are in use.
+        self.peak_nbytes = 0  # The most since it was last set.
+        self.graph: SimulatedGraph | None = None  # What is captured now.
         self._blocks: dict[int, Block] = {}
-        self.numbers = itertools.count()
+        self.numbers = itertools.count()  # Numbers of works, in the order of issue.
         self._collectives: list[tuple[SimulatedStream, int]] = []
         self._is_over = False
 

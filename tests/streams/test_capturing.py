@@ -8,14 +8,12 @@ import captured_steps
 import pytest
 import torch
 from capturing import CaptureError
-from simulated_device import SimulatedDevice, Simulation
+from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream, Simulation
 from simulation import simulation
 from watching import Watch
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from simulated_device import SimulatedEvent, SimulatedStream
 
     from workers import Spawn
 

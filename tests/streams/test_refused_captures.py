@@ -14,15 +14,13 @@ import torch
 from captured_steps import Pair, whole_step
 from simulation import simulation
 from torch import Tensor, nn
-from trainings import Training
+from trainings import Run, Training
 
 import shardkit
 from shardkit import CPUOffloadPolicy, StateError
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from trainings import Run
 
     from workers import Spawn
 

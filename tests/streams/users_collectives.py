@@ -10,14 +10,10 @@ from torch import Tensor
 
 
 class CopyingComm:
-    """A user's collectives, in buffers of their own.
-
-    Attributes:
-        nbytes: Size of each buffer, in bytes.
-    """
+    """A user's collectives, in buffers of their own."""
 
     def __init__(self) -> None:
-        self.nbytes: list[int] = []
+        self.nbytes: list[int] = []  # Size of each buffer, in bytes.
 
     def allocate(self, size: typing.Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory."""

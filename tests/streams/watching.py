@@ -15,7 +15,7 @@ import typing
 import torch
 import torch.distributed as dist
 from clocks import DEVICE, HOST
-from simulated_device import SimulatedEvent, label_of_caller
+from simulated_device import Block, SimulatedEvent, Simulation, label_of_caller
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,6 @@ from shardkit._compat import torch_tensors
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from simulated_device import Block, Simulation
 
 _PLAIN = (Tensor, nn.Parameter)
 _NO_DATA = {"aten::set_", "aten::resize_", "aten::record_stream"}
@@ -37,23 +36,14 @@ _UNINITIALIZED = ("aten::empty", "aten::new_empty")
 
 @dataclasses.dataclass(frozen=True)
 class Issued:
-    """Something that was issued, for counts.
+    """Something that was issued, for counts."""
 
-    Attributes:
-        step: In which step.
-        stream: Name of the stream; "the host" for operators on the host's memory.
-        op: Name of the operator, without overload.
-        writes: What memory it writes.
-        nbytes: Bytes that it writes.
-        is_collective: It communicates.
-    """
-
-    step: int
-    stream: str
-    op: str
-    writes: tuple[str, ...]
-    nbytes: int
-    is_collective: bool
+    step: int  # In which step.
+    stream: str  # Name of the stream; "the host" for operators on the host's memory.
+    op: str  # Name of the operator, without overload.
+    writes: tuple[str, ...]  # What memory it writes.
+    nbytes: int  # Bytes that it writes.
+    is_collective: bool  # It communicates.
 
 
 class SimulatedWork(dist.Work):
@@ -124,18 +114,13 @@ def _in_shardkit() -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Runs operators as the simulated device would.
-
-    Attributes:
-        issued: What was issued, while `notes` is set.
-        notes: Whether to keep a list.
-    """
+    """Runs operators as the simulated device would."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()
         self.simulation = simulation
-        self.issued: list[Issued] = []
-        self.notes = False
+        self.issued: list[Issued] = []  # What was issued, while `notes` is set.
+        self.notes = False  # Whether to keep a list.
         self._thread = threading.get_ident()
         self._is_busy = False
         self._works: list[SimulatedWork] = []

@@ -155,3 +155,9 @@ class Recorded:
 def listed(text: str) -> list[str]:
     """Return the entries of a list written with commas, over several lines."""
     return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def fail(*_: object) -> None:
+    """Raise, as a hook."""
+    msg = "from a hook"
+    raise ValueError(msg)

@@ -27,27 +27,19 @@ def no_delay(rank: int, step: int, phase: str, group: str) -> float:
 
 @dataclasses.dataclass
 class SyntheticRun:
-    """How long what takes, in seconds.
+    """How long what takes, in seconds."""
 
-    Attributes:
-        num_ranks: Number of ranks on the shard axis.
-        num_replicas: Number of ranks on the replicate axis; 1: there is none.
-        network_s: Time of a collective after its last rank has issued it.
-        jitter_s: Deviation of each time.
-        delay: Delay of what a rank does itself.
-        link: Delay of what a rank receives, by the kind of the collective in place of a phase.
-    """
-
-    num_ranks: int = 2
-    num_replicas: int = 1
+    num_ranks: int = 2  # Number of ranks on the shard axis.
+    num_replicas: int = 1  # Number of ranks on the replicate axis; 1: there is none.
     num_steps: int = 12
     num_layers: int = 3
-    network_s: float = 0.002
+    network_s: float = 0.002  # Time of a collective after its last rank has issued it.
     compute_s: float = 0.010
     data_s: float = 0.004
     optimizer_s: float = 0.006
-    jitter_s: float = 0.0
-    delay: Delay = no_delay
+    jitter_s: float = 0.0  # Deviation of each time.
+    delay: Delay = no_delay  # Delay of what a rank does itself.
+    # Delay of what a rank receives, by the kind of the collective in place of a phase.
     link: Delay = no_delay
     seed: int = 0
 

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations
 
 from recording import recording_mesh
 from shardkit import (
+    DeviceMesh,
     FSDPModule,
     MeshError,
     MixedPrecisionPolicy,
@@ -30,9 +31,6 @@ from shardkit import (
     fully_shard,
 )
 from shardkit._pickling import SavedPiece, reduce_for_process
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

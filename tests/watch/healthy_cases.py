@@ -40,16 +40,13 @@ class Block(nn.Module):
 
 
 class Training:
-    """A training of a few blocks, the same in each case.
-
-    Attributes:
-        is_odd: This is the rank that takes long: the last one.
-    """
+    """A training of a few blocks, the same in each case."""
 
     def __init__(self, folder: pathlib.Path, mesh: typing.Any) -> None:
         self.folder = folder
         self.mesh = mesh
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # This is the rank that takes long: the last one.
         self.is_odd = self.rank == self.world_size - 1
         torch.manual_seed(0)
         self.model = nn.Sequential(*map(Block, SIZES), nn.Linear(17, 1)).double()

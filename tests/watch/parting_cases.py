@@ -54,11 +54,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A training of which one rank does something else.
-
-    Attributes:
-        is_odd: This rank does.
-    """
+    """A training of which one rank does something else."""
 
     def __init__(
         self,
@@ -69,7 +65,7 @@ class Run:
     ) -> None:
         self.device_type = device_type
         self.mesh = init_device_mesh(device_type, mesh_shape)
-        self.is_odd = dist.get_rank() == culprit % dist.get_world_size()
+        self.is_odd = dist.get_rank() == culprit % dist.get_world_size()  # This rank does.
         torch.manual_seed(0)
         self.model = Model(sizes).to(device_type)
 

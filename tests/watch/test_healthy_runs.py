@@ -32,21 +32,13 @@ _FALSE += ("has ended", "is lost")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training.
+    """A training."""
 
-    Attributes:
-        name: What happens, of `healthy_cases`.
-        world_size: Number of ranks.
-        is_hybrid: The mesh has two axes.
-        there: Ranks in another space of process ids.
-        long_s: Seconds that a rank takes.
-    """
-
-    name: str
-    world_size: int = 2
-    is_hybrid: bool = False
-    there: tuple[int, ...] = ()
-    long_s: int = 25
+    name: str  # What happens, of `healthy_cases`.
+    world_size: int = 2  # Number of ranks.
+    is_hybrid: bool = False  # The mesh has two axes.
+    there: tuple[int, ...] = ()  # Ranks in another space of process ids.
+    long_s: int = 25  # Seconds that a rank takes.
 
     def __str__(self) -> str:
         there = f"-{self.there} elsewhere for {self.long_s} s" if self.there else ""

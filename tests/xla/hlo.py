@@ -15,17 +15,11 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 @dataclasses.dataclass
 class Instruction:
-    """One line of the main program.
+    """One line of the main program."""
 
-    Attributes:
-        opcode: Such as ``all-gather``.
-        operands: Names of other instructions.
-        rest: Operands with their types, and attributes.
-    """
-
-    opcode: str
-    operands: list[str]
-    rest: str
+    opcode: str  # Such as ``all-gather``.
+    operands: list[str]  # Names of other instructions.
+    rest: str  # Operands with their types, and attributes.
 
     @property
     def groups(self) -> str:

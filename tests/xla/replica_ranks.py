@@ -25,7 +25,7 @@ from xla_ranks import finish_graph, on_xla
 import models
 from parity import Ranks
 from reference import AXES
-from shardkit import init_device_mesh
+from shardkit import DeviceMesh, init_device_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,6 @@ if typing.TYPE_CHECKING:
     from torch import Tensor, nn
 
     from models import Case
-    from shardkit import DeviceMesh
 
 MOST_SECONDS = 200  # A call that hangs ends the process, with the stacks of its threads.
 _lock = threading.Lock()  # torch's generator and settings are those of the whole process

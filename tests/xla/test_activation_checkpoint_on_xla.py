@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import typing
 
 import hlo
 import pytest
@@ -14,10 +13,7 @@ from torch import nn
 from xla_graphs import own_graph
 from xla_ranks import on_xla
 
-from shardkit import checkpoint_activations, checkpoint_module, fully_shard
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
+from shardkit import DeviceMesh, checkpoint_activations, checkpoint_module, fully_shard
 
 WIDTH, DEPTH, ROWS = 16, 3, 8
 

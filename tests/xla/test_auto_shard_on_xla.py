@@ -12,11 +12,15 @@ from xla_ranks import XlaRanks, on_xla
 from models import Block, Case, cross_entropy, token_batch
 from parity import compare_training
 from reference import TRAINED, assert_within
-from shardkit import CPUOffloadPolicy, WrapError, auto_shard, checkpoint_module, fully_shard
+from shardkit import (
+    CPUOffloadPolicy,
+    DeviceMesh,
+    WrapError,
+    auto_shard,
+    checkpoint_module,
+    fully_shard,
+)
 from wrapped_models import Stack
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
 
 
 def test_prepared_blocks_train_as_plain_ones(mesh: DeviceMesh) -> None:

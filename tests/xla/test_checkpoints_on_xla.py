@@ -13,13 +13,12 @@ import torch_xla
 from xla_graphs import adamw, sharding_of
 from xla_ranks import XlaRanks
 
+from checkpoints import assert_same
 from parity import Pair
-from shardkit import checkpoint
+from shardkit import DeviceMesh, checkpoint
 
 if typing.TYPE_CHECKING:
     import pathlib
-
-    from shardkit import DeviceMesh
 
 
 def trained(mesh: DeviceMesh, *, steps: int, seed: int = 0) -> Pair:
@@ -40,12 +39,6 @@ def whole(pair: Pair) -> dict[str, torch.Tensor]:
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
             result[f"{name}.{key}"] = full.detach().cpu()
     return result
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def test_a_checkpoint_goes_on_where_it_was_saved(mesh: DeviceMesh, tmp_path: pathlib.Path) -> None:

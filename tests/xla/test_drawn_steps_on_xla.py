@@ -29,8 +29,7 @@ REFUSED = {
     "scaled_step": "gradients in fp64, which a scaler of torch_xla multiplies by fp32",
 }
 """Actions that XLA devices do not take, and why."""
-ASKS_GROUPS = {"checkpoint", "full_file", "torch_state_dicts"}
-"""Actions that need a process group."""
+ASKS_GROUPS = {"checkpoint", "full_file", "torch_state_dicts"}  # Actions that need a process group.
 
 
 class XlaTwins(twins.Twins):

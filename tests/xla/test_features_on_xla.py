@@ -17,8 +17,10 @@ from torch_xla.core import xla_model
 from xla_graphs import adamw, num_compiles, sharding_of
 from xla_ranks import XlaRanks, on_xla
 
+from checkpoints import assert_same
 from parity import ROWS, Pair
 from shardkit import (
+    DeviceMesh,
     ShardedTensor,
     StateError,
     WrapError,
@@ -34,18 +36,12 @@ from shardkit.compression import bf16_compress
 if typing.TYPE_CHECKING:
     import pathlib
 
-    from shardkit import DeviceMesh
 
 FOUR_PARTS = "{devices=[4]0,1,2,3}"
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.full_tensor().detach().cpu() for n, p in model.named_parameters()}
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typing
-
 import hlo
 import pytest
 import torch
@@ -16,10 +14,7 @@ from xla_ranks import XlaRanks, on_xla
 
 import models
 from parity import Pair
-from shardkit import defer_sharding, fully_shard
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
+from shardkit import DeviceMesh, defer_sharding, fully_shard
 
 DEEP = models.Case(
     lambda: models.MLP([7, 16, 16, 16, 5]),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typing
-
 import pytest
 import torch
 import torch_xla
@@ -14,10 +12,7 @@ from xla_graphs import num_compiles
 from xla_ranks import XlaRanks, on_xla
 
 from parity import Pair
-from shardkit import fully_shard
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
+from shardkit import DeviceMesh, fully_shard
 
 
 def num_reads() -> int:

@@ -10,12 +10,11 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from xla_ranks import on_xla
 
-from shardkit import ShardedTensorError, StateError, checkpoint_module, fully_shard
+from shardkit import DeviceMesh, ShardedTensorError, StateError, checkpoint_module, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardkit import DeviceMesh
 
 Use = typing.Callable[[torch.Tensor], object]
 

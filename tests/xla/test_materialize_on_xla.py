@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from xla_graphs import sharding_of
 
 from parity import ROWS
-from shardkit import StateError, fully_shard, materialize
+from shardkit import DeviceMesh, StateError, fully_shard, materialize
 from shardkit.checkpoint import load_full
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
 
 FOUR_PARTS = "{devices=[4]0,1,2,3}"
 

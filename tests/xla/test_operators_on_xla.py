@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardkit import ShardedTensor, fully_shard
+from shardkit import DeviceMesh, ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardkit import DeviceMesh
 
 # 21 elements on four ranks: there is padding behind the last piece.
 ROWS, COLUMNS = 3, 7

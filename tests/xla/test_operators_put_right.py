@@ -11,10 +11,7 @@ import torch_xla
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardkit import MixedPrecisionPolicy, StateError, fully_shard
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
+from shardkit import DeviceMesh, MixedPrecisionPolicy, StateError, fully_shard
 
 ROWS, WIDTH = 8, 16
 

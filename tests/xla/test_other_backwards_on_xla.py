@@ -12,12 +12,11 @@ from torch.func import functional_call
 from xla_ranks import XlaRanks, on_xla
 
 from parity import ROWS, Pair
-from shardkit import checkpoint_module, fully_shard
+from shardkit import DeviceMesh, checkpoint_module, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardkit import DeviceMesh
 
 WIDTH = 6
 

@@ -15,6 +15,7 @@ from xla_ranks import XlaRanks, on_xla
 import models
 from parity import ROWS, Pair
 from shardkit import (
+    DeviceMesh,
     FreedParameterError,
     MeshError,
     MixedPrecisionPolicy,
@@ -25,10 +26,6 @@ from shardkit import (
     init_device_mesh,
 )
 from shardkit._runtime.passes import open_passes
-
-if typing.TYPE_CHECKING:
-    from shardkit import DeviceMesh
-
 
 # --- accumulation -------------------------------------------------------------------------------
 

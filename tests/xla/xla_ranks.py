@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from parity import Ranks
 from reference import AXES
-from shardkit import init_device_mesh
+from shardkit import DeviceMesh, init_device_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from shardkit import DeviceMesh
 
 
 def run_on_xla(

@@ -31,16 +31,20 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", call)
 
 
-def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function of torch, or a method, by ``wrapper(original, *args, **kwargs)``."""
-    original = getattr(owner, name)
+def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function like `original` that calls ``wrapper(original, *args, **kwargs)``."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
     call.wraps_torch = True  # type: ignore[attr-defined]
-    setattr(owner, name, call)
+    return call
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function of torch, or a method, by ``wrapper(original, *args, **kwargs)``."""
+    setattr(owner, name, wrapped(getattr(owner, name), wrapper))
 
 
 def is_wrapped(owner: Any, name: str) -> bool:

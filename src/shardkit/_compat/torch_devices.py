@@ -73,10 +73,6 @@ def end_broken_capture(index: int, pool: Any) -> None:
 
     Torch (2.9 to 2.13) continues to count allocations for the graph, and keeps its memory. The
     random number generator still counts as captured, so that no number can be drawn.
-
-    Args:
-        index: Number of the CUDA device.
-        pool: Memory pool of the graph.
     """
     # They raise if torch has done this: then something else raised, and the capture has ended.
     with contextlib.suppress(RuntimeError):

@@ -26,22 +26,15 @@ if TYPE_CHECKING:
 
 
 class MeshInfo(NamedTuple):
-    """The content of FSDP2's ``ShardPlacementResult`` for a parameter.
+    """The content of FSDP2's ``ShardPlacementResult`` for a parameter."""
 
-    Attributes:
-        placement: The ``Shard(dim)``; None: any dim.
-        mesh: Mesh of torch or of shardkit.
-        shard_dim: Axis of the mesh over which it is sharded; None: it is not.
-        replicate_dim: Axis over which it is replicated; None: it is not.
-        spmd_mesh: Mesh of the DTensor, if the parameter is one, of which `mesh` is a part; or None.
-        dims: Names of the axes of `spmd_mesh` that form `mesh`: a ``DataParallelMeshDims``.
-    """
-
-    placement: Any
-    mesh: Any
-    shard_dim: int | None
-    replicate_dim: int | None
+    placement: Any  # The ``Shard(dim)``; None: any dim.
+    mesh: Any  # Mesh of torch or of shardkit.
+    shard_dim: int | None  # Axis of the mesh over which it is sharded; None: it is not.
+    replicate_dim: int | None  # Axis over which it is replicated; None: it is not.
+    # Mesh of the DTensor, if the parameter is one, of which `mesh` is a part; or None.
     spmd_mesh: Any = None
+    # Names of the axes of `spmd_mesh` that form `mesh`: a ``DataParallelMeshDims``.
     dims: Any = None
 
 

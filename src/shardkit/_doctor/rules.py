@@ -6,13 +6,11 @@ import functools
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from shardkit._doctor.facts import Finding, ranks_in_words
+from shardkit._doctor.facts import Checkup, Finding, Link, RankFacts, ranks_in_words
 from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from shardkit._doctor.facts import Checkup, Link, RankFacts
 
 
 # --- one rank and its machine ---------------------------------------------------------------------
@@ -228,8 +226,7 @@ def _names_no_interface(variable: str, facts: RankFacts) -> bool:
 # --- a group --------------------------------------------------------------------------------------
 
 _CLOCK_S = 1.0
-_SLOWER = 3.0
-"""Factor to the median from which a rank or link counts as slow."""
+_SLOWER = 3.0  # Factor to the median from which a rank or link counts as slow.
 
 _LEAST_LATENCY_S = 0.002
 _LEAST_COMPUTE_S = 0.005

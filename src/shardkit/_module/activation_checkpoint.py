@@ -6,10 +6,10 @@ import contextlib
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -24,9 +24,6 @@ from shardkit._tree import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from typing import Literal
-
-    from torch import Tensor
 
     from shardkit.backends.base import Region
 
@@ -57,17 +54,13 @@ _ATTENTION = frozenset(
 
 @dataclass(frozen=True)
 class SavedOperators:
-    """Which outputs are kept. Operators are given by name, because they cannot be pickled.
+    """Which outputs are kept. Operators are given by name, because they cannot be pickled."""
 
-    Attributes:
-        names: Names ``namespace::operator``, for all overloads; higher-order operators have bare
-            names.
-        counted: Operators of which only every second call is kept, the first one included.
-        decide: A user's function that decides instead; see `create_selective_checkpoint_contexts`.
-    """
-
+    # Names ``namespace::operator``, for all overloads; higher-order operators have bare names.
     names: frozenset[str] = frozenset()
+    # Operators of which only every second call is kept, the first one included.
     counted: frozenset[str] = frozenset()
+    # A user's function that decides instead; see `create_selective_checkpoint_contexts`.
     decide: Callable[..., Any] | None = None
 
     @classmethod
@@ -190,14 +183,11 @@ class BuffersBefore:
     """Values that buffers of a module had before a forward, for those that the forward writes.
 
     Which these are is known after the first forward, so that one copies all of them.
-
-    Args:
-        module: The module.
-        writes: Whether forwards write a buffer, by holder, name and mode; forwards add to it.
     """
 
     def __init__(self, module: nn.Module, writes: dict[tuple[nn.Module, str, bool], bool]) -> None:
-        self.module = module
+        self.module = module  # The module.
+        # Whether forwards write a buffer, by holder, name and mode; forwards add to it.
         self._writes = writes
         self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
@@ -246,16 +236,11 @@ def copy_of_buffer(buffer: Tensor) -> Tensor:
 
 
 class _Repeat:
-    """One forward and its repetition, which reads buffers as they were, and writes copies.
-
-    Args:
-        forward: Function that runs the module's forward.
-        buffers: Buffers of the module.
-    """
+    """One forward and its repetition, which reads buffers as they were, and writes copies."""
 
     def __init__(self, forward: Callable[..., Any], buffers: BuffersBefore) -> None:
-        self._forward = forward
-        self._buffers = buffers
+        self._forward = forward  # Function that runs the module's forward.
+        self._buffers = buffers  # Buffers of the module.
         self._has_run = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import ShardkitError, StateError
-from shardkit._module.hooks import get_state, groups_in
+from shardkit._module.hooks import ModuleState, get_state, groups_in
 from shardkit._params.state_dicts import map_leaves
 from shardkit._settings import watch_settings
 from shardkit._tree import iter_tensors, map_tensors
@@ -23,9 +23,6 @@ from shardkit._tree import iter_tensors, map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch.optim.optimizer import Optimizer
-
-    from shardkit._module.hooks import ModuleState
     from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.runtime import Runtime
     from shardkit.backends.graphs import StreamGraph

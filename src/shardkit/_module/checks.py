@@ -6,7 +6,7 @@ Nothing is changed before all checks have passed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,8 +24,6 @@ from shardkit._tensor.sharded import ShardedTensor, refused_hook
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from shardkit._mesh import DeviceMesh
 
 MAX_MESH_NDIM = 2

@@ -31,7 +31,7 @@ from shardkit._settings import (
     as_mixed_precision,
     as_offload,
 )
-from shardkit.backends import accelerator_type, as_device_mesh
+from shardkit.backends import TorchDeviceMesh, accelerator_type, as_device_mesh
 from shardkit.backends.groups import accelerator_of_world
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit._params.sites import ParamEntry
-    from shardkit.backends import TorchDeviceMesh
 
 
 # --- methods other than forward -------------------------------------------------------------------

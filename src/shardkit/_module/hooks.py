@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules, torch_tensors
 from shardkit._errors import StateError
-from shardkit._module.on_meta import check_has_values, warn_of_emptied
+from shardkit._module.on_meta import Emptied, NotedConversion, check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
 from shardkit._params.subclass_store import refuse_hooks_of_piece
-from shardkit._runtime.group import STATE_ATTRIBUTE, refuse_summoned
+from shardkit._runtime.group import STATE_ATTRIBUTE, ParamGroup, refuse_summoned
 from shardkit._runtime.runtime import Runtime
-from shardkit._settings import RootSettings
+from shardkit._settings import MixedPrecisionPolicy, RootSettings
 from shardkit._text import counted, listed
 from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors, put_back
 
@@ -30,16 +30,12 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterable, Sequence
 
-    from shardkit._module.on_meta import Emptied, NotedConversion
     from shardkit._runtime.events import ForwardRecord
-    from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import MixedPrecisionPolicy
 
 _logger = logging.getLogger("shardkit")
 _MIB = 2**20
 _num_installed = 0
-_NEAR = 12
-"""Frames in which `functional_call` calls a root or a model around it."""
+_NEAR = 12  # Frames in which `functional_call` calls a root or a model around it.
 
 
 def get_state(module: nn.Module) -> ModuleState | None:
@@ -76,27 +72,20 @@ class _OpenForward:
 
 
 class ModuleState:
-    """State that `fully_shard` keeps of one module.
-
-    Attributes:
-        module: The module.
-        group: The group of its parameters, or None if there were none left to take.
-        policy: Dtypes.
-        runtime: Runtime that all groups of the root share; made at the root's first forward.
-        settings: The choices of users, in effect if this is the root.
-        share: Another root whose streams and memory this one uses.
-        emptied: Buffers that a conversion of this module gave memory but no values.
-    """
+    """State that `fully_shard` keeps of one module."""
 
     def __init__(
         self, module: nn.Module, group: ParamGroup | None, policy: MixedPrecisionPolicy
     ) -> None:
-        self.module = module
-        self.group = group
-        self.policy = policy
+        self.module = module  # The module.
+        self.group = group  # The group of its parameters, or None if there were none left to take.
+        self.policy = policy  # Dtypes.
+        # Runtime that all groups of the root share; made at the root's first forward.
         self.runtime: Runtime | None = None
-        self.settings = RootSettings()
+        self.settings = RootSettings()  # The choices of users, in effect if this is the root.
+        # Another root whose streams and memory this one uses.
         self.share: ModuleState | None = None
+        # Buffers that a conversion of this module gave memory but no values.
         self.emptied: list[Emptied] = []
         self._open: list[_OpenForward] = []
         self._num_known = 0

@@ -30,6 +30,7 @@ from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._text import listed
 from shardkit._tree import iter_tensors
+from shardkit.backends.device import own_random_numbers
 from shardkit.backends.groups import group_rank
 
 if TYPE_CHECKING:
@@ -259,12 +260,9 @@ class StandIns(TorchFunctionMode):
         take: A function that is called with the name, the tensor and its values, for tensors of
             modules inside, if these may have been written. It decides which values to keep. Their
             memory is freed after the call.
-
-    Attributes:
-        is_touched: Whether a function of torch got a tensor of modules inside.
     """
 
-    is_touched = False
+    is_touched = False  # Whether a function of torch got a tensor of modules inside.
 
     def __init__(
         self,
@@ -801,19 +799,9 @@ def rebuild_buffers(model: nn.Module, saved: Iterable[Any]) -> None:
     wanted = [each for each in model.buffers() if each.is_meta and id(each) not in known]
     if wanted:
         filling = Filling(model, only=wanted)
-        with torch.inference_mode(mode=False), torch.no_grad(), _own_numbers(filling.device):
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            own_random_numbers(filling.device, 0),
+        ):
             filling.run_where_possible()
-
-
-@contextlib.contextmanager
-def _own_numbers(device: torch.device) -> Iterator[None]:
-    """Draw from generators seeded with 0, and leave the state of all generators as it was."""
-    accelerator = None
-    if device.type not in ("cpu", "xla"):
-        accelerator = torch.get_device_module(device)
-    own = [] if accelerator is None else [accelerator.current_device()]
-    with torch.random.fork_rng(devices=own, device_type=device.type if own else "cuda"):
-        torch.default_generator.manual_seed(0)
-        if accelerator is not None:
-            accelerator.manual_seed(0)
-        yield

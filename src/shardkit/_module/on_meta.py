@@ -78,13 +78,10 @@ class Emptied:
 
     Writes to ``.data``, by NumPy and by collectives do not raise the version counter. So elements
     all over the buffer are compared as well.
-
-    Attributes:
-        buffer: The buffer, as it was then.
     """
 
     def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+        self.buffer = buffer  # The buffer, as it was then.
         self._version = torch_tensors.version_of(buffer)
         self._sample = self._taken()
 
@@ -105,16 +102,13 @@ class Emptied:
 
 
 class NotedConversion:
-    """A conversion of a module that notes the buffers to which it gives memory.
-
-    Attributes:
-        fn: The function to apply to each tensor, in the place of the original one.
-    """
+    """A conversion of a module that notes the buffers to which it gives memory."""
 
     def __init__(self, module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
         self._module = module
         self._given = fn
         self._new: dict[int, Emptied] = {}
+        # The function to apply to each tensor, in the place of the original one.
         self.fn = self._note if buffers_on_meta(module) else fn
 
     def _note(self, tensor: Tensor) -> Tensor:

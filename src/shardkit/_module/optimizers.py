@@ -27,7 +27,7 @@ from shardkit._errors import OptimizerError, StateError, warn_user
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, leaves_of, map_leaves
 from shardkit._runtime.agreement import is_on_part, note_step, rank_of_copy
-from shardkit._runtime.group import STATE_ATTRIBUTE
+from shardkit._runtime.group import STATE_ATTRIBUTE, ParamGroup
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import begin_step, end_step
 from shardkit._text import listed
@@ -36,8 +36,6 @@ from shardkit.backends.groups import current_world_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    from shardkit._runtime.group import ParamGroup
 
 
 # --- state from before fully_shard ----------------------------------------------------------------

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_modules, torch_tensors
 from shardkit._errors import WrapError
 from shardkit._params.packing import packing_of
-from shardkit._params.sites import ParamSites
+from shardkit._params.sites import ParamEntry, ParamSites
 from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint
@@ -26,14 +26,10 @@ from shardkit.backends import tensor_parallel_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import Tensor
-
     from shardkit._mesh import DeviceMesh
     from shardkit._params.flat_store import Store
-    from shardkit._params.sites import ParamEntry
 
-_PATIENCE_S = 1.0
-"""Time in which threads must drop their references to a parameter."""
+_PATIENCE_S = 1.0  # Time in which threads must drop their references to a parameter.
 
 
 def swap_tensors(param: nn.Parameter, other: nn.Parameter, name: str) -> None:
@@ -73,13 +69,10 @@ class WholeValues:
     Args:
         entries: The parameters, before they are cut; parameters on meta, and those of classes that
             gather themselves, are left out.
-
-    Attributes:
-        versions: Versions of the shards when they were cut.
     """
 
     def __init__(self, entries: Iterable[ParamEntry] = ()) -> None:
-        self.versions: tuple[int, ...] = ()
+        self.versions: tuple[int, ...] = ()  # Versions of the shards when they were cut.
         self._by_entry: dict[int, Tensor] = {}
         if watch_settings.compare_values:
             for entry in entries:
@@ -139,30 +132,23 @@ def settled(param: Any) -> Any:
 
 
 class Bucket:
-    """Parameters, the modules that hold them, and their store. Nothing changes before `swap_in`.
+    """Parameters, the modules that hold them, and their store. Nothing changes before `swap_in`."""
 
-    Attributes:
-        store: Store of the bucket.
-        plan: Dtypes and devices.
-        entries: The parameters, and every module that holds one.
-        sites: Places of the parameters; they exchange what modules hold.
-        group: Weak reference to the group that the bucket is part of, once that is made.
-        was_trainable: Flags of the parameters: whether each required gradients when its last
-            forward ended. Empty before the first forward.
-        around_if_trained: Mesh for `lie_within`, to be used from the first forward on in which one
-            of the parameters is trained; None: training changes nothing.
-        has_copies: Whether other ranks of the mesh around hold copies of the parameters.
-    """
-
+    # Weak reference to the group that the bucket is part of, once that is made.
     group: weakref.ref[Any] | None = None
+    # Flags of the parameters: whether each required gradients when its last forward ended. Empty
+    # before the first forward.
     was_trainable: Sequence[bool] = ()
+    # Mesh for `lie_within`, to be used from the first forward on in which one of the parameters is
+    # trained; None: training changes nothing.
     around_if_trained: DeviceMesh | None = None
+    # Whether other ranks of the mesh around hold copies of the parameters.
     has_copies: bool = False
 
     def __init__(self, store: Store) -> None:
-        self.store = store
-        self.plan = store.plan
-        self.entries = store.entries
+        self.store = store  # Store of the bucket.
+        self.plan = store.plan  # Dtypes and devices.
+        self.entries = store.entries  # The parameters, and every module that holds one.
         self._replacements = [
             None if isinstance(entry.param, ShardedTensor) else self._new_sharded(i)
             for i, entry in enumerate(self.entries)
@@ -170,6 +156,7 @@ class Bucket:
         for spec, entry, unsharded in zip(store.specs, self.entries, store.unsharded, strict=True):
             spec.entry, spec.unsharded = weakref.ref(entry), weakref.ref(unsharded)
         _showing.update({id(param): self for param in store.unsharded})
+        # Places of the parameters; they exchange what modules hold.
         self.sites = ParamSites(self.entries, store.unsharded)
 
     def lie_within(self, mesh: DeviceMesh) -> None:

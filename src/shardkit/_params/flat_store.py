@@ -28,25 +28,30 @@ from shardkit._layout import FlatLayout
 from shardkit._params.memory import (
     NAME_ATTRIBUTE,
     Buffer,
+    SlotPool,
     allow_leaf,
     class_without_memory,
     refuse_leaf,
 )
-from shardkit._settings import KEEPS_WIDE_GRADIENTS, CPUOffloadPolicy, GradientPiece
+from shardkit._settings import (
+    KEEPS_WIDE_GRADIENTS,
+    AllGather,
+    CPUOffloadPolicy,
+    GradientPiece,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from shardkit._tensor.ops import StateAllocator
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec
 from shardkit._tensor.written_values import note_raised
-from shardkit.backends.base import Gather
+from shardkit.backends.base import AxisComm, CommStreams, Gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardkit._mesh import DeviceMesh
-    from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
-    from shardkit._settings import AllGather, MixedPrecisionPolicy, OffloadPolicy
-    from shardkit.backends.base import AxisComm, CommStreams
     from shardkit.backends.device import Event
 
 
@@ -55,42 +60,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Devices, dtypes and meshes of the parameters of a bucket.
+    """Devices, dtypes and meshes of the parameters of a bucket."""
 
-    Attributes:
-        mesh: Mesh over whose last axis they are sharded.
-        around: Mesh that `mesh` is a part of, if its other ranks hold other parameters in the place
-            of these; None: there are no such ranks.
-        policy: Dtypes, as the user chose them.
-        offload: Place of the shard, as the user chose it.
-        axis: Communication along the shard axis.
-        replicate_axis: Communication along the axis of all-reduces; None: there is none.
-        orig_dtype: Dtype of the shard.
-        param_dtype: Dtype of the unsharded parameters.
-        reduce_dtype: Dtype of gradients on the wire.
-        grad_dtype: Dtype of sharded gradients.
-        device: Device of the unsharded parameters.
-        shard_device: Device of the shard.
-        home_device: Device where the shard belongs; `shard_device` is meta until it has values.
-        is_offloaded: Whether the shard is on the host, while the device has memory of its own.
-        is_pinned: Whether the shard is in page-locked memory.
-    """
-
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # Mesh over whose last axis they are sharded.
+    # Mesh that `mesh` is a part of, if its other ranks hold other parameters in the place of these;
+    # None: there are no such ranks.
     around: DeviceMesh | None
-    policy: MixedPrecisionPolicy
-    offload: OffloadPolicy
-    axis: AxisComm
+    policy: MixedPrecisionPolicy  # Dtypes, as the user chose them.
+    offload: OffloadPolicy  # Place of the shard, as the user chose it.
+    axis: AxisComm  # Communication along the shard axis.
+    # Communication along the axis of all-reduces; None: there is none.
     replicate_axis: AxisComm | None
-    orig_dtype: torch.dtype
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    device: torch.device
-    shard_device: torch.device
+    orig_dtype: torch.dtype  # Dtype of the shard.
+    param_dtype: torch.dtype  # Dtype of the unsharded parameters.
+    reduce_dtype: torch.dtype  # Dtype of gradients on the wire.
+    grad_dtype: torch.dtype  # Dtype of sharded gradients.
+    device: torch.device  # Device of the unsharded parameters.
+    shard_device: torch.device  # Device of the shard.
+    # Device where the shard belongs; `shard_device` is meta until it has values.
     home_device: torch.device
-    is_offloaded: bool
-    is_pinned: bool
+    is_offloaded: bool  # Whether the shard is on the host, while the device has memory of its own.
+    is_pinned: bool  # Whether the shard is in page-locked memory.
 
     @property
     def axes(self) -> tuple[AxisComm, ...]:
@@ -174,22 +164,18 @@ class BucketPlan:
 
 
 class SendBuffer:
-    """Send and receive memory of one bucket, with views made once.
-
-    Attributes:
-        flat: Buffer to send, 1-D, ``layout.padded_numel``.
-        slots: Views into `flat`, one for each parameter.
-        written: Parameters whose slot holds a gradient.
-    """
+    """Send and receive memory of one bucket, with views made once."""
 
     def __init__(
         self, layout: FlatLayout, plan: BucketPlan, receive_numel: int, of: ShardSpec
     ) -> None:
         dtype, device = plan.reduce_dtype, plan.device
         self._send = Buffer(layout.padded_numel * dtype.itemsize, device, "send", of)
+        # Buffer to send, 1-D, ``layout.padded_numel``.
         self.flat = torch.empty(0, dtype=dtype, device=device)
         self.flat.set_(self._send.storage, 0, (layout.padded_numel,), (1,))
         parts = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+        # Views into `flat`, one for each parameter.
         self.slots = [self.flat[at : at + numel].view(shape) for at, numel, shape in parts]
         gaps = gaps_of(layout) if plan.mesh.backend.copies_gradients_together else []
         self._gaps = [self.flat[start:stop] for start, stop in gaps]
@@ -206,7 +192,7 @@ class SendBuffer:
             self._received = torch.empty(0, dtype=dtype, device=device)
             self._received.set_(self._receive.storage, 0, (receive_numel,), (1,))
             self._receive.close()
-        self.written: set[int] = set()
+        self.written: set[int] = set()  # Parameters whose slot holds a gradient.
 
     @property
     def nbytes(self) -> int:
@@ -298,41 +284,24 @@ _Cut = tuple[int, slice | None, Tensor | None]
 
 
 class Store(ABC):
-    """The shard of a bucket, and its unsharded parameters, whose memory comes and goes.
+    """The shard of a bucket, and its unsharded parameters, whose memory comes and goes."""
 
-    Args:
-        plan: Plan of the bucket.
-        entries: Parameters of the bucket: ordinary ones, or sharded ones that were cut in the same
-            way.
-
-    Attributes:
-        layout: Layout of the bucket.
-        specs: Cut of each parameter.
-        unsharded: Parameters that modules hold while the memory is there.
-        bucket_id: Number of the bucket where collectives are traced.
-        aliases_shard: Whether the unsharded memory is the shard itself, so that nothing is
-            gathered.
-        keeps_flats: Whether reduced gradients are views of one tensor, as pieces are views of the
-            shard.
-        converts_gradients: Whether gradients are passed through `part_of_gradient`.
-        keeps_memory: Whether unsharded memory stays where it is when it is given back.
-        keeps_writes: Whether writes of a forward to an unsharded parameter can be kept.
-        why_lost: Reason why such writes are lost, as words inside a sentence.
-    """
-
-    layout: Any
-    specs: list[ShardSpec]
-    unsharded: list[nn.Parameter]
-    bucket_id = 0
+    layout: Any  # Layout of the bucket.
+    specs: list[ShardSpec]  # Cut of each parameter.
+    unsharded: list[nn.Parameter]  # Parameters that modules hold while the memory is there.
+    bucket_id = 0  # Number of the bucket where collectives are traced.
+    # Whether the unsharded memory is the shard itself, so that nothing is gathered.
     aliases_shard = False
+    # Whether reduced gradients are views of one tensor, as pieces are views of the shard.
     keeps_flats = True
-    converts_gradients = False
-    keeps_memory = False
-    keeps_writes = False
-    why_lost = ""
+    converts_gradients = False  # Whether gradients are passed through `part_of_gradient`.
+    keeps_memory = False  # Whether unsharded memory stays where it is when it is given back.
+    keeps_writes = False  # Whether writes of a forward to an unsharded parameter can be kept.
+    why_lost = ""  # Reason why such writes are lost, as words inside a sentence.
 
     def __init__(self, plan: BucketPlan, entries: Sequence[ParamEntry]) -> None:
-        self.plan = plan
+        self.plan = plan  # Plan of the bucket.
+        # Parameters of the bucket: ordinary ones, or sharded ones that were cut in the same way.
         self.entries = entries
         self._gathered_version = -1
         self._classes: list[type] = []
@@ -550,19 +519,12 @@ class Store(ABC):
 
 @dataclass(slots=True, frozen=True)
 class KeptPart:
-    """A part of the unsharded buffer that stays from forward to backward.
+    """A part of the unsharded buffer that stays from forward to backward."""
 
-    Attributes:
-        values: Range `axis.rank` of `axis.size` equal ones, 1-D, compute dtype.
-        axis: Axis over which backward gathers.
-        version: Version of the shard from which it was gathered.
-        fence: Fence after which the values are complete.
-    """
-
-    values: Tensor
-    axis: AxisComm
-    version: int
-    fence: Event | None
+    values: Tensor  # Range `axis.rank` of `axis.size` equal ones, 1-D, compute dtype.
+    axis: AxisComm  # Axis over which backward gathers.
+    version: int  # Version of the shard from which it was gathered.
+    fence: Event | None  # Fence after which the values are complete.
 
 
 class FlatStore(Store):

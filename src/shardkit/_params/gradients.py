@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,10 @@ from shardkit._errors import StateError
 from shardkit._schedule import BATCH_NBYTES
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.base import Reduction
+from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle, Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from shardkit._params.traced_store import TracedSend
     from shardkit._settings import AllReduce, CommSettings
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
     from shardkit.backends.device import Event
 
 
@@ -86,34 +84,24 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 class BucketGradients:
-    """Collector of one bucket's unsharded gradients, which also assigns the sharded ones.
-
-    Attributes:
-        bucket: Bucket of the gradients.
-        num_ranks: Number of ranks whose gradients are averaged.
-        send_nbytes: Bytes that a reduction sends.
-        fired: One byte per parameter: 1 if its gradient came since the last synced backward.
-        held: Gradients that came but were not copied to the send buffer, by parameter.
-        copies_together: Whether held gradients are copied by one list operator: if a kernel costs
-            more than memory, or if all of them are small.
-        partial: Sums over the shard axis that wait for the all-reduce.
-        part_dtype: Dtype of gradients that are sent from where they are, on any rank; None: none
-            are.
-        may_have_unsynced: Whether any rank, perhaps not this one, may have gradients of an unsynced
-            backward.
-    """
+    """Collector of one bucket's unsharded gradients, which also assigns the sharded ones."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
+        self.bucket = bucket  # Bucket of the gradients.
         plan = bucket.plan
-        self.num_ranks = plan.num_ranks
+        self.num_ranks = plan.num_ranks  # Number of ranks whose gradients are averaged.
+        # Bytes that a reduction sends.
         self.send_nbytes = int(bucket.store.layout.padded_numel * plan.reduce_dtype.itemsize)
+        # One byte per parameter: 1 if its gradient came since the last synced backward.
         self.fired = bytearray(len(bucket.entries))
-        self.partial: Tensor | None = None
+        self.partial: Tensor | None = None  # Sums over the shard axis that wait for the all-reduce.
         backend = plan.mesh.backend
         self._receive_chunks = backend.receive_chunks(plan.axis)
+        # Gradients that came but were not copied to the send buffer, by parameter.
         self.held: dict[int, Tensor] = {}
         is_small = backend.batches_small_groups and self.send_nbytes < BATCH_NBYTES
+        # Whether held gradients are copied by one list operator: if a kernel costs more than
+        # memory, or if all of them are small.
         self.copies_together = backend.copies_gradients_together or is_small
         may_send_parts = (
             self.send_nbytes > 0
@@ -123,7 +111,9 @@ class BucketGradients:
         )
         takes_small = is_small and backend.takes_parts(plan.axis, is_small=True)
         self._sends_small_parts = may_send_parts and takes_small
+        # Dtype of gradients that are sent from where they are, on any rank; None: none are.
         self.part_dtype = plan.param_dtype if may_send_parts else None
+        # Whether any rank, perhaps not this one, may have gradients of an unsynced backward.
         self.may_have_unsynced = False
         self._buffer: SendBuffer | TracedSend | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
@@ -352,21 +342,13 @@ def _flat_of_grads(bucket: Bucket) -> Tensor | None:
 
 @dataclass(slots=True)
 class _Started:
-    """A reduction under way.
+    """A reduction under way."""
 
-    Attributes:
-        handle: Handle that waits for the reduction; it may be shared with other groups.
-        first: Position of this group's first result among those of the handle.
-        sent: Buckets in the reduction.
-        are_partial: Flag of each bucket: whether it goes over the shard axis only.
-        is_closed: Whether the send buffers were given back.
-    """
-
-    handle: ReduceHandle
-    first: int
-    sent: list[BucketGradients]
-    are_partial: list[bool]
-    is_closed: bool
+    handle: ReduceHandle  # Handle that waits for the reduction; it may be shared with other groups.
+    first: int  # Position of this group's first result among those of the handle.
+    sent: list[BucketGradients]  # Buckets in the reduction.
+    are_partial: list[bool]  # Flag of each bucket: whether it goes over the shard axis only.
+    is_closed: bool  # Whether the send buffers were given back.
 
 
 def predivide_factor_for(num_ranks: int) -> float:
@@ -388,22 +370,19 @@ class GroupGradients:
         comm: Settings that the user chose; they may change between backwards.
         weight: Multiplier that turns gradients of the global-mean loss into gradients of this
             rank's local-mean loss.
-
-    Attributes:
-        buckets: Gradients of the buckets.
-        may_be_local: Whether gradients are assigned at once, unless the user has a hook on buffers.
-        copies_together: Whether held gradients are copied by list operators.
-        are_converted: Whether a gradient is more than its values: a DTensor also has placements.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], *, comm: CommSettings, weight: float = 1.0
     ) -> None:
-        self.buckets = [BucketGradients(bucket) for bucket in buckets]
+        self.buckets = [BucketGradients(bucket) for bucket in buckets]  # Gradients of the buckets.
+        # Whether held gradients are copied by list operators.
         self.copies_together = all(each.copies_together for each in self.buckets)
+        # Whether a gradient is more than its values: a DTensor also has placements.
         self.are_converted = any(bucket.store.converts_gradients for bucket in buckets)
         self._comm = comm
         self._weight = weight
+        # Whether gradients are assigned at once, unless the user has a hook on buffers.
         self.may_be_local = all(
             b.plan.num_ranks == 1 and b.store.keeps_flats and not b.plan.is_offloaded
             for b in buckets

@@ -14,7 +14,7 @@ from shardkit._params.flat_store import BucketPlan, FlatStore
 from shardkit._params.packing import packing_of, stored_dtype
 from shardkit._params.subclass_store import PackedStore, SubclassStore, subclass_of
 from shardkit._params.traced_store import TracedStore
-from shardkit._settings import CPUOffloadPolicy
+from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardkit._layout import EvenLayout, FlatLayout
     from shardkit._mesh import DeviceMesh
     from shardkit._params.sites import ParamEntry
-    from shardkit._settings import MixedPrecisionPolicy, OffloadPolicy
 
 
 def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
@@ -174,23 +173,14 @@ def _store_class(
 
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
-    """A bucket before it is made.
+    """A bucket before it is made."""
 
-    Attributes:
-        plan: Dtypes and devices that apply once the parameters have values.
-        layout: Layout of the bucket.
-        nbytes: Size of the parameters in their storage dtype, on all ranks together, in bytes.
-        shard_nbytes: Size of this rank's shard in bytes.
-        unsharded_nbytes: Size of the unsharded buffer in bytes; 0 if that is the shard itself.
-        is_trainable: Whether its gradients are reduced.
-    """
-
-    plan: BucketPlan
-    layout: FlatLayout | EvenLayout
-    nbytes: int
-    shard_nbytes: int
-    unsharded_nbytes: int
-    is_trainable: bool
+    plan: BucketPlan  # Dtypes and devices that apply once the parameters have values.
+    layout: FlatLayout | EvenLayout  # Layout of the bucket.
+    nbytes: int  # Size of the parameters in their storage dtype, on all ranks together, in bytes.
+    shard_nbytes: int  # Size of this rank's shard in bytes.
+    unsharded_nbytes: int  # Size of the unsharded buffer in bytes; 0 if that is the shard itself.
+    is_trainable: bool  # Whether its gradients are reduced.
 
     @property
     def padding_nbytes(self) -> int:

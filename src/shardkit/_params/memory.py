@@ -69,18 +69,12 @@ _LARGEST_WASTE = 2
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory that is or was behind a storage.
+    """Memory that is or was behind a storage."""
 
-    Attributes:
-        storage: Storage that holds the memory while the slot is free, and is empty while the slot
-            is used.
-        nbytes: Size of the memory in bytes.
-        free_after: Fence after which the memory may be written.
-    """
-
+    # Storage that holds the memory while the slot is free, and is empty while the slot is used.
     storage: torch.UntypedStorage
-    nbytes: int
-    free_after: Event | None
+    nbytes: int  # Size of the memory in bytes.
+    free_after: Event | None  # Fence after which the memory may be written.
 
 
 class Buffer:
@@ -93,9 +87,6 @@ class Buffer:
         device: Device of the memory.
         kind: Word for the kind of buffer, for events: ``unsharded``, ``send``, ``receive``.
         of: Cut of its first parameter, which has the name.
-
-    Attributes:
-        slot: Current memory; None: the views must not be used.
     """
 
     def __init__(self, nbytes: int, device: torch.device, kind: str, of: ShardSpec) -> None:
@@ -103,7 +94,7 @@ class Buffer:
         self._kind = kind
         self._of = of
         self.storage = torch.UntypedStorage(nbytes, device=device)
-        self.slot: Slot | None = None
+        self.slot: Slot | None = None  # Current memory; None: the views must not be used.
         self._kept: Slot | None = None
 
     def close(self) -> None:
@@ -157,17 +148,14 @@ _nbytes_of = operator.attrgetter("nbytes")
 
 
 class SlotPool:
-    """The slots of one root on one device.
-
-    Attributes:
-        keeps_memory: Whether slots are reused, and not freed and allocated again.
-    """
+    """The slots of one root on one device."""
 
     def __init__(self, streams: CommStreams) -> None:
         self._streams = streams
         # Free slots in order of size, then of age; those that compute has not passed are apart.
         self._passed: list[Slot] = []
         self._waiting: list[Slot] = []
+        # Whether slots are reused, and not freed and allocated again.
         self.keeps_memory = torch_tensors.HAS_STORAGE_SWAP
 
     def acquire(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:

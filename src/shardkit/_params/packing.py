@@ -294,27 +294,19 @@ class _Node:
 
 
 class Packing:
-    """Positions of one parameter's leaves in bytes; see the module's docstring.
-
-    Attributes:
-        cls: Class of the parameter.
-        shape: Shape that users see.
-        dtype: Dtype that users see, whatever the dtypes of the leaves are.
-        nbytes: Size of all leaves and the gaps between them in bytes.
-        leaves: Leaves in the order of their bytes.
-        parts: Functions that take the outermost tensor apart.
-    """
+    """Positions of one parameter's leaves in bytes; see the module's docstring."""
 
     def __init__(self, name: str, param: Tensor) -> None:
-        self.cls: type[Tensor] = type(param)
-        self.shape = tuple(param.shape)
-        self.dtype = param.dtype
+        self.cls: type[Tensor] = type(param)  # Class of the parameter.
+        self.shape = tuple(param.shape)  # Shape that users see.
+        self.dtype = param.dtype  # Dtype that users see, whatever the dtypes of the leaves are.
         self._name = name
-        self.nbytes = 0
-        self.leaves: list[Leaf] = []
+        self.nbytes = 0  # Size of all leaves and the gaps between them in bytes.
+        self.leaves: list[Leaf] = []  # Leaves in the order of their bytes.
         tensors, root = _take_apart(name, param)
         assert isinstance(root, _Node)
-        self._root, self.parts = root, root.parts
+        self._root = root
+        self.parts = root.parts  # Functions that take the outermost tensor apart.
         for path, tensor in tensors:
             start = align_up(self.nbytes, _ALIGNMENT)
             stride = tensor.stride() if _is_dense(tensor) else tensor.contiguous().stride()

@@ -26,33 +26,24 @@ _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ParamEntry:
-    """A parameter to shard.
+    """A parameter to shard."""
 
-    Attributes:
-        name: Name for errors: relative to the group's module until the root's first forward.
-        param: Parameter object of the user.
-        sites: Every (module, attribute) that holds it.
-        mesh: Mesh over which to shard it, before its bucket is made; None: that of its group.
-        around: Mesh that `mesh` is a part of, if other ranks of it hold other parameters in its
-            place; None: there are no such ranks.
-        is_spmd: Whether it is a DTensor whose mesh has the axes of `mesh` as well.
-        annotated: Split of it over that mesh, if it is no DTensor but a plain parameter that the
-            package spmd_types describes; None: it is not.
-        written: Values last written to it as a whole since the last comparison; None: nothing.
-        num_written: Number of such writes in all.
-        order: Position among the parameters of the root, from its first forward.
-    """
-
-    name: str
-    param: nn.Parameter
-    sites: list[tuple[nn.Module, str]]
+    name: str  # Name for errors: relative to the group's module until the root's first forward.
+    param: nn.Parameter  # Parameter object of the user.
+    sites: list[tuple[nn.Module, str]]  # Every (module, attribute) that holds it.
+    # Mesh over which to shard it, before its bucket is made; None: that of its group.
     mesh: DeviceMesh | None = None
+    # Mesh that `mesh` is a part of, if other ranks of it hold other parameters in its place; None:
+    # there are no such ranks.
     around: DeviceMesh | None = None
-    is_spmd: bool = False
+    is_spmd: bool = False  # Whether it is a DTensor whose mesh has the axes of `mesh` as well.
+    # Split of it over that mesh, if it is no DTensor but a plain parameter that the package
+    # spmd_types describes; None: it is not.
     annotated: TensorParallel | None = None
+    # Values last written to it as a whole since the last comparison; None: nothing.
     written: WrittenValue | None = None
-    num_written: int = 0
-    order: int = 0
+    num_written: int = 0  # Number of such writes in all.
+    order: int = 0  # Position among the parameters of the root, from its first forward.
 
     @property
     def split(self) -> TensorParallel | None:
@@ -72,24 +63,15 @@ _set_requires_grad = torch_tensors.unseen_by_transforms(nn.Parameter.requires_gr
 
 
 class ParamSites:
-    """Every place of a bucket's parameters.
-
-    Attributes:
-        is_visible: Whether the modules hold the unsharded parameters.
-        was_visible: Value of `is_visible` when the `functional_call` of this pass began; None:
-            there is none.
-
-    Args:
-        entries: The parameters, and the modules that hold them.
-        unsharded: Parameters that modules hold while they are in use.
-    """
+    """Every place of a bucket's parameters."""
 
     def __init__(self, entries: Sequence[ParamEntry], unsharded: Sequence[nn.Parameter]) -> None:
-        self._entries = entries
-        self._unsharded = unsharded
-        self.is_visible = False
+        self._entries = entries  # The parameters, and the modules that hold them.
+        self._unsharded = unsharded  # Parameters that modules hold while they are in use.
+        self.is_visible = False  # Whether the modules hold the unsharded parameters.
         self._given: dict[int, Any] = {}
         self._returned: set[int] = set()
+        # Value of `is_visible` when the `functional_call` of this pass began; None: there is none.
         self.was_visible: bool | None = None
         self._rnn_places: list[tuple[nn.RNNBase, str]] = []
 

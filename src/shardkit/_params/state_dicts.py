@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_checkpoints, torch_modules
 from shardkit._errors import CheckpointError, ShardkitError
-from shardkit._params.bucket import bucket_showing
+from shardkit._params.bucket import Bucket, bucket_showing
 from shardkit._params.memory import give_back
 from shardkit._params.subclass_store import PackedStore
 from shardkit._tensor.sharded import ShardedTensor
@@ -17,8 +17,6 @@ from shardkit.backends.groups import exchange, group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from shardkit._params.bucket import Bucket
 
 
 # --- whole tensors and pieces ---------------------------------------------------------------------

@@ -23,29 +23,24 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import StateError, WrapError
 from shardkit._layout import FlatLayout
-from shardkit._params.flat_store import FlatStore
-from shardkit._params.memory import NAME_ATTRIBUTE, FreedLeaf
+from shardkit._params.flat_store import BucketPlan, FlatStore
+from shardkit._params.memory import NAME_ATTRIBUTE, FreedLeaf, SlotPool
 from shardkit._params.packing import Packing, packing_of
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
-from shardkit.backends.base import Gather
+from shardkit.backends.base import AxisComm, Gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import nn
-
-    from shardkit._params.flat_store import BucketPlan
-    from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
     from shardkit._settings import AllGather
     from shardkit._tensor.ops import StateAllocator
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AxisComm
     from shardkit.backends.device import Event
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")

@@ -23,33 +23,25 @@ from torch import Tensor
 from shardkit._compat import torch_tensors
 from shardkit._errors import WrapError
 from shardkit._layout import EvenLayout
-from shardkit._params.flat_store import Store
+from shardkit._params.flat_store import BucketPlan, Store
 from shardkit._params.packing import packing_of
 from shardkit._params.subclass_store import subclass_of
-from shardkit._settings import CPUOffloadPolicy
+from shardkit._settings import AllGather, CPUOffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import padded, traced_spec
 from shardkit.backends import tensor_parallel_of
-from shardkit.backends.base import TracedGather
+from shardkit.backends.base import CommStreams, TracedGather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardkit._params.flat_store import BucketPlan
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
-    from shardkit._settings import AllGather
-    from shardkit.backends.base import CommStreams
     from shardkit.backends.device import Event
 
 
 class TracedStore(Store):
-    """See the module's docstring.
-
-    Attributes:
-        is_outside: Whether the unsharded parameters are those outside of the region, which the code
-            that runs the model sees, and not one rank's.
-    """
+    """See the module's docstring."""
 
     keeps_flats = False
     why_lost = "which meshes of traced devices (XLA) do not take over"
@@ -61,6 +53,8 @@ class TracedStore(Store):
         super().__init__(plan, entries)
         self.layout = layout or self.plan_layout(plan, entries)
         self.bucket_id = plan.mesh.backend.next_bucket_id()
+        # Whether the unsharded parameters are those outside of the region, which the code that runs
+        # the model sees, and not one rank's.
         self.is_outside = False
         self._job: TracedGather | None = None
         self._has_memory = False
@@ -237,16 +231,12 @@ class TracedStore(Store):
 
 
 class TracedSend:
-    """Buffer that collects one bucket's gradients on a backend that traces.
-
-    Attributes:
-        flat: Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, after `complete`.
-        written: The gradients that came, by parameter.
-    """
+    """Buffer that collects one bucket's gradients on a backend that traces."""
 
     def __init__(self, layout: EvenLayout, plan: BucketPlan) -> None:
         self._layout, self._plan = layout, plan
-        self.written: dict[int, Tensor] = {}
+        self.written: dict[int, Tensor] = {}  # The gradients that came, by parameter.
+        # Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, after `complete`.
         self.flat: Any = None
 
     @property

@@ -26,7 +26,7 @@ from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint, num_noted
 from shardkit._text import counted, listed
-from shardkit.backends.base import first_of_all
+from shardkit.backends.base import AxisComm, CheckHandle, CommStreams, first_of_all
 from shardkit.backends.watch.watchdog import at_end, current_watchdog
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from shardkit._params.gradients import BucketGradients
     from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import KnownValue, ParamGroup, Written
-    from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
     from shardkit.backends.watch.runs import RunStore
 
 
@@ -77,32 +76,22 @@ def note_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 class Steps(NamedTuple):
-    """Steps and settings of an optimizer.
+    """Steps and settings of an optimizer."""
 
-    Attributes:
-        kind: Name of its class.
-        settings: Settings of its parameter groups, if they are compared: for each group the name of
-            its first sharded parameter, its settings in words, and a digest of all such names.
-        num_taken: Number of its steps since settings were compared.
-    """
-
-    kind: str
+    kind: str  # Name of its class.
+    # Settings of its parameter groups, if they are compared: for each group the name of its first
+    # sharded parameter, its settings in words, and a digest of all such names.
     settings: tuple[tuple[str, str, int], ...]
-    num_taken: int
+    num_taken: int  # Number of its steps since settings were compared.
 
 
 class TakenActions(NamedTuple):
-    """Actions of this rank, which are not compared yet.
+    """Actions of this rank, which are not compared yet."""
 
-    Attributes:
-        steps: Steps of optimizers.
-        pickled: Name of a piece that was pickled, or "".
-        is_complete: Whether all optimizers exist whose steps are not compared yet. Python collects
-            those in a cycle, as schedulers make one, at another time on each rank.
-    """
-
-    steps: list[Steps]
-    pickled: str
+    steps: list[Steps]  # Steps of optimizers.
+    pickled: str  # Name of a piece that was pickled, or "".
+    # Whether all optimizers exist whose steps are not compared yet. Python collects those in a
+    # cycle, as schedulers make one, at another time on each rank.
     is_complete: bool
 
 
@@ -321,14 +310,10 @@ def hold_equal_values(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> bool:
 
 @dataclass(frozen=True)
 class ComparedMesh:
-    """A mesh on which parameters of a root lie, and over which ranks compare them.
+    """A mesh on which parameters of a root lie, and over which ranks compare them."""
 
-    Attributes:
-        axes: Axes of several ranks.
-        is_of: Axes of the buckets on this mesh (`BucketPlan.axes`); None: all buckets of the root.
-    """
-
-    axes: Sequence[AxisComm]
+    axes: Sequence[AxisComm]  # Axes of several ranks.
+    # Axes of the buckets on this mesh (`BucketPlan.axes`); None: all buckets of the root.
     is_of: tuple[AxisComm, ...] | None = None
 
     def has(self, bucket: Bucket) -> bool:
@@ -807,8 +792,7 @@ class UsedParameters:
             on_mesh.reset()
 
 
-_COMPARED = "numbers that ranks compare"
-"""Name of the collective in records of a step."""
+_COMPARED = "numbers that ranks compare"  # Name of the collective in records of a step.
 
 
 class _UsedOnMesh:

@@ -20,7 +20,7 @@ from shardkit._compat import torch_autograd, torch_fsdp2, torch_tensors
 from shardkit._errors import NonFiniteGradientError, StateError
 from shardkit._params.bucket import bucket_showing, settled
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
-from shardkit._runtime.group import refuse_summoned
+from shardkit._runtime.group import ParamGroup, refuse_summoned
 from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor, averaged
 from shardkit._text import listed, listed_lines
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from shardkit._params.gradients import UnshardedGrad
     from shardkit._runtime.events import ForwardRecord
-    from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.passes import Passes
     from shardkit._runtime.traffic import Gathers, Reductions
     from shardkit._schedule import Action, UnshardSchedule
@@ -147,22 +146,18 @@ _numbers = itertools.count(1)  # One count per process: a forward may outlive it
 
 @dataclass(eq=False)
 class Backward:
-    """Handler of a backward's `events`, which gathers, collects gradients and reduces.
-
-    Attributes:
-        is_running: Whether a backward has begun whose end was not reported yet.
-        finite_notes: Notes of which gradients of this rank were finite, if users want them.
-        recover: Function that cleans up after a backward that an exception has ended; None: none
-            has, or that is done.
-    """
+    """Handler of a backward's `events`, which gathers, collects gradients and reduces."""
 
     _groups: Sequence[ParamGroup]
     _schedule: UnshardSchedule
     _gathers: Gathers
     _reductions: Reductions
     _passes: Passes
-    is_running: bool = False
+    is_running: bool = False  # Whether a backward has begun whose end was not reported yet.
+    # Notes of which gradients of this rank were finite, if users want them.
     finite_notes: FiniteNotes = field(default_factory=FiniteNotes)
+    # Function that cleans up after a backward that an exception has ended; None: none has, or that
+    # is done.
     recover: Callable[[], None] | None = None
     _any_fired: bool = False
     _makes_graph: bool = False

@@ -24,30 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ForwardRecord:
-    """One forward of one group; autograd's graph keeps it alive until its backward.
+    """One forward of one group; autograd's graph keeps it alive until its backward."""
 
-    Attributes:
-        group: The `ParamGroup`, which knows the `Backward` of its root.
-        in_pass: Number of the pass in the schedule; None for a forward inside backward.
-        versions: Versions of the shards when the forward used them.
-        input_grads: Weak reference to the node by which backward reports that the gradients of the
-            inputs have come; None: it does not report that.
-        run: Number of the engine's run in which backward entered this forward; -1: none has.
-        active: Whether backward is inside this forward.
-        left_in: Number of the backward that left this forward last; 0: none has.
-        is_first: Whether no forward had entered the group since the last backward.
-        may_lack_outputs: Whether the forward may return nothing to differentiate.
-    """
-
-    group: Any
-    in_pass: int | None
-    versions: tuple[int, ...]
+    group: Any  # The `ParamGroup`, which knows the `Backward` of its root.
+    in_pass: int | None  # Number of the pass in the schedule; None for a forward inside backward.
+    versions: tuple[int, ...]  # Versions of the shards when the forward used them.
+    # Weak reference to the node by which backward reports that the gradients of the inputs have
+    # come; None: it does not report that.
     input_grads: weakref.ref[Any] | None = None
+    # Number of the engine's run in which backward entered this forward; -1: none has.
     run: int = -1
-    active: bool = False
-    left_in: int = 0
-    is_first: bool = False
-    may_lack_outputs: bool = False
+    active: bool = False  # Whether backward is inside this forward.
+    left_in: int = 0  # Number of the backward that left this forward last; 0: none has.
+    is_first: bool = False  # Whether no forward had entered the group since the last backward.
+    may_lack_outputs: bool = False  # Whether the forward may return nothing to differentiate.
 
     @property
     def is_in_run(self) -> bool:
@@ -111,18 +101,13 @@ class InputGrads(torch.autograd.Function):
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """A layer in which backward is, and whose gradients are held until backward leaves.
+    """A layer in which backward is, and whose gradients are held until backward leaves."""
 
-    Attributes:
-        counts: Counts of its gradients; None: each gradient is reported when it comes.
-        due: Number of gradients after which `notify` is called next.
-        half: Half of all gradients, after which it is called for the last time.
-        notify: Method that is called with the group; weak, since C++ keeps this object.
-    """
-
+    # Counts of its gradients; None: each gradient is reported when it comes.
     counts: GroupState | None = None
-    due: int = 0
-    half: int = 0
+    due: int = 0  # Number of gradients after which `notify` is called next.
+    half: int = 0  # Half of all gradients, after which it is called for the last time.
+    # Method that is called with the group; weak, since C++ keeps this object.
     notify: weakref.WeakMethod[Callable[[Any], None]] | None = None
 
 
@@ -140,11 +125,6 @@ class GradHooks:
     Args:
         group: The `ParamGroup` of the parameters.
         at_once: Whether to take gradients when they come.
-
-    Attributes:
-        run: Number of the engine's run in which backward entered the group; -1: in none.
-        nested: Parameters whose gradients were not taken yet, because they came in runs inside of
-            that one, or before the user's hooks ran.
     """
 
     def __init__(self, group: Any, *, at_once: bool) -> None:
@@ -159,7 +139,10 @@ class GradHooks:
             for index, param in enumerate(gradients.bucket.store.unsharded)
         }
         self.at_once = False
+        # Number of the engine's run in which backward entered the group; -1: in none.
         self.run = -1
+        # Parameters whose gradients were not taken yet, because they came in runs inside of that
+        # one, or before the user's hooks ran.
         self.nested: list[Tensor] = []
         for bucket in self._buckets:
             for param, unsharded in zip(bucket.sharded, bucket.store.unsharded, strict=True):

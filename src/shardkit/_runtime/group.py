@@ -13,13 +13,13 @@ import torch
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import StateError
-from shardkit._params.bucket import WholeValues
+from shardkit._params.bucket import Bucket, WholeValues
 from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild, restore
 from shardkit._params.sites import ParamEntry
 from shardkit._params.state_dicts import install_hooks
-from shardkit._runtime.events import GradHooks
-from shardkit._settings import watch_settings
+from shardkit._runtime.events import ForwardRecord, GradHooks
+from shardkit._settings import GroupSettings, MixedPrecisionPolicy, OffloadPolicy, watch_settings
 from shardkit._tensor.sharded import user_attributes
 from shardkit._text import listed
 
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._mesh import DeviceMesh
-    from shardkit._params.bucket import Bucket
     from shardkit._params.flat_store import Store
-    from shardkit._runtime.events import ForwardRecord
-    from shardkit._settings import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
     from shardkit._tensor.written_values import WrittenValue
     from shardkit.backends.base import AxisComm, Backend
 
@@ -635,19 +632,12 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class KnownValue:
-    """Facts about a parameter that ranks compare.
+    """Facts about a parameter that ranks compare."""
 
-    Attributes:
-        number: Number of the parameter's values; 0 if nothing is known of them.
-        is_written: Whether it was written on this rank since ranks compared.
-        is_empty: Whether it was not written, and this rank has no piece that could be.
-        piece: First element, end and fingerprint of this rank's piece, as it is now; None: it was
-            not read.
-    """
-
-    number: int
-    is_written: bool = False
-    is_empty: bool = False
+    number: int  # Number of the parameter's values; 0 if nothing is known of them.
+    is_written: bool = False  # Whether it was written on this rank since ranks compared.
+    is_empty: bool = False  # Whether it was not written, and this rank has no piece that could be.
+    # First element, end and fingerprint of this rank's piece, as it is now; None: it was not read.
     piece: tuple[int, int, int] | None = None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import StateError
-from shardkit._params.bucket import bucket_showing
+from shardkit._params.bucket import Bucket, bucket_showing
 from shardkit._params.traced_store import TracedStore
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors
@@ -23,7 +23,6 @@ from shardkit._tree import Undo, iter_tensors, map_inputs, map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardkit._params.bucket import Bucket
     from shardkit._params.gradients import UnshardedGrad
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings

@@ -29,22 +29,20 @@ from shardkit._runtime.agreement import (
 )
 from shardkit._runtime.backward import Backward, note_freed_memory
 from shardkit._runtime.events import ForwardRecord, InputGrads
-from shardkit._runtime.group import refuse_summoned
+from shardkit._runtime.group import ParamGroup, refuse_summoned
 from shardkit._runtime.passes import Passes, TracedPasses
 from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
 from shardkit._schedule import Memory, UnshardSchedule
 from shardkit._text import listed
 from shardkit._tree import iter_tensors
-from shardkit.backends.base import Done, InGraph
+from shardkit.backends.base import AxisComm, CommStreams, Done, InGraph, Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
 
-    from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
-    from shardkit.backends.base import AxisComm, CommStreams, Reduction
     from shardkit.backends.device import Event
 
 

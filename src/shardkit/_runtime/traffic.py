@@ -14,11 +14,11 @@ from torch.profiler import record_function
 from shardkit import _events
 from shardkit._compat import torch_devices, torch_tensors
 from shardkit._errors import RankMismatchError, StateError
-from shardkit._params.gradients import start_reduce
-from shardkit._schedule import Op, ReduceOrder
+from shardkit._params.gradients import UnshardedGrad, start_reduce
+from shardkit._schedule import Action, Op, ReduceOrder, UnshardSchedule
 from shardkit._tensor.written_values import fingerprint, note_written
 from shardkit._text import listed
-from shardkit.backends.base import first_of_all
+from shardkit.backends.base import AxisComm, CommStreams, Handle, first_of_all
 from shardkit.backends.watch.diagnosis import WRITTEN_SINCE
 
 if TYPE_CHECKING:
@@ -26,12 +26,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from shardkit._params.flat_store import Store
-    from shardkit._params.gradients import UnshardedGrad
     from shardkit._params.memory import SlotPool
     from shardkit._runtime.agreement import UsedParameters
     from shardkit._runtime.group import ParamGroup
-    from shardkit._schedule import Action, UnshardSchedule
-    from shardkit.backends.base import AxisComm, CommStreams, Handle
     from shardkit.backends.device import Event
 
 
@@ -209,15 +206,7 @@ def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
 
 
 class Gathers:
-    """Executor of the schedule's actions: gather, prefetch, wait, free.
-
-    Attributes:
-        nbytes: Bytes of unsharded memory that exist now.
-        peak_nbytes: Largest value of `nbytes` so far.
-        in_trained_layer: Whether backward is inside a layer whose gradients come now.
-        report: Function that reports gathers and frees, if there is one.
-        make_room: Function called before a late prefetch of a group, so that memory is free.
-    """
+    """Executor of the schedule's actions: gather, prefetch, wait, free."""
 
     def __init__(
         self,
@@ -226,10 +215,13 @@ class Gathers:
         streams: CommStreams,
         slots: SlotPool,
     ) -> None:
-        self.nbytes = 0
-        self.peak_nbytes = 0
+        self.nbytes = 0  # Bytes of unsharded memory that exist now.
+        self.peak_nbytes = 0  # Largest value of `nbytes` so far.
+        # Whether backward is inside a layer whose gradients come now.
         self.in_trained_layer = False
+        # Function that reports gathers and frees, if there is one.
         self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
+        # Function called before a late prefetch of a group, so that memory is free.
         self.make_room: Callable[[ParamGroup], None] = lambda _: None
         self._begun: set[int] = set()  # Groups that are gathered, or will be.
         self._groups = groups
@@ -467,21 +459,7 @@ def _stores_by_axis(group: ParamGroup) -> dict[AxisComm, list[Store]]:
 
 
 class Reductions:
-    """Reductions, started in the order of `ReduceOrder`, and waited for in the order of starting.
-
-    Args:
-        batch_nbytes: Limit in bytes: neighbours whose sizes add up to less than this are sent
-            together.
-        before_start: Function called before reductions are started.
-
-    Attributes:
-        order: Order in which groups are reduced.
-        report: Function that reports reductions, if there is one.
-        peak_nbytes: Largest number of bytes that buffers of reductions took so far.
-        waits_at_end: Whether the end of a backward waits for its reductions, if it is the last.
-        unended: Groups of backwards that did not wait for their reductions, and for which nobody
-            has waited since.
-    """
+    """Reductions, started in the order of `ReduceOrder`, and waited for in the same order."""
 
     def __init__(
         self,
@@ -493,19 +471,24 @@ class Reductions:
         batch_nbytes: int,
         before_start: Callable[[], None],
     ) -> None:
-        self.order = ReduceOrder()
-        self.peak_nbytes = 0
+        self.order = ReduceOrder()  # Order in which groups are reduced.
+        self.peak_nbytes = 0  # Largest number of bytes that buffers of reductions took so far.
+        # Whether the end of a backward waits for its reductions, if it is the last.
         self.waits_at_end = True
+        # Groups of backwards that did not wait for their reductions, and for which nobody has
+        # waited since.
         self.unended: Sequence[ParamGroup] = ()
         self._groups = groups
+        # Function that reports reductions, if there is one.
         self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
         self._streams = streams
         self._slots = slots
         self._used = used
+        # Limit in bytes: neighbours whose sizes add up to less than this are sent together.
         self._batch_nbytes = batch_nbytes
         backend = groups[0].mesh.backend
         self._is_host_synchronous = backend.is_host_synchronous
-        self._before_start = before_start
+        self._before_start = before_start  # Function called before reductions are started.
         self._queued: list[ParamGroup] = []
         self._queued_nbytes = 0
         self._under_way: list[ParamGroup] = []

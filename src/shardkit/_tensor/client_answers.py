@@ -86,12 +86,9 @@ def _package_of(frame: types.FrameType) -> str:
 
 
 class ClaimsClass:
-    """A tensor that claims another class beside its own (`answer_to`).
+    """A tensor that claims another class beside its own (`answer_to`)."""
 
-    Attributes:
-        tells_torch_the_truth: Whether it does not claim the class if code of torch asks.
-    """
-
+    # Whether it does not claim the class if code of torch asks.
     tells_torch_the_truth: ClassVar[bool] = False
 
     @property

@@ -55,13 +55,6 @@ def create_write_items(
 
     If several ranks offer the same item (the replicate axis), DCP keeps one of them.
 
-    Args:
-        fqn: Name in the checkpoint.
-        piece: Piece of this rank.
-        shape: Shape of the whole.
-        boxes: Boxes of the piece to write, see `boxes_to_write`.
-        name: Name of the parameter, for errors.
-
     Raises:
         ShardedTensorError: The tensor is on the meta device, so there is nothing to write.
     """

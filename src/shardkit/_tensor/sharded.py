@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import ShardedTensorError
@@ -25,8 +25,6 @@ from shardkit._tensor.client_answers import ClientAnswers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import nn
 
     from shardkit._mesh import DeviceMesh
     from shardkit._tensor.spec import ShardSpec
@@ -651,20 +649,15 @@ def _cut(whole: Tensor, spec: ShardSpec, *, may_be_number: bool) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class _GradientCut(OwnHook):
-    """Hook that turns any gradient of a sharded tensor into a sharded one.
+    """Hook that turns any gradient of a sharded tensor into a sharded one."""
 
-    Attributes:
-        spec: Cut of the tensor.
-        may_be_number: Whether a gradient that is one number, expanded to the shape, is one on every
-            rank. That is so if the tensor was reduced. If the whole tensor was used with data, it
-            is one number only on ranks whose batch has one sample.
-        refusal: Reason why no gradient may arrive; None: it may.
-    """
-
-    spec: ShardSpec
+    spec: ShardSpec  # Cut of the tensor.
     _: KW_ONLY
+    # Whether a gradient that is one number, expanded to the shape, is one on every rank. That is so
+    # if the tensor was reduced. If the whole tensor was used with data, it is one number only on
+    # ranks whose batch has one sample.
     may_be_number: bool = True
-    refusal: str | None = None
+    refusal: str | None = None  # Reason why no gradient may arrive; None: it may.
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         spec = self.spec

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from shardkit._errors import ShardedTensorError
-from shardkit._layout import FlatLayout
+from shardkit._layout import EvenLayout, FlatLayout
 from shardkit._settings import SumAxis
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardkit._layout import EvenLayout
     from shardkit._mesh import DeviceMesh
 
 
@@ -151,65 +150,50 @@ def part_sums_of(axis: Axis) -> Counter[tuple[Axis, ...]]:
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class ShardSpec:
-    """Cut of one parameter, which the parameter, its gradient and its optimizer state share.
+    """Cut of one parameter, which the parameter, its gradient and its optimizer state share."""
 
-    Attributes:
-        layout: Layout of the bucket.
-        index: Position of the parameter in it.
-        mesh: Mesh of the parameter.
-        axis: The shard axis.
-        name: Name of the parameter, for errors; the root's first forward sets the full one.
-        around: Mesh that `mesh` is a part of, if its other ranks hold other parameters in the place
-            of this one, such as other experts; None: there are no such ranks.
-        has_copies: Whether those parameters are copies of this one.
-        shape: Global shape.
-        start: First owned element of the flattened tensor on this rank.
-        stop: End of the owned elements; equal to `start` if this rank owns nothing.
-        piece_range: Range [start, stop) of this rank's piece in its shard.
-        state_allocator: `ops.StateAllocator` that lays optimizer state of the bucket end to end;
-            None: each tensor is allocated separately.
-        shard_device: Device of the pieces; None: the device of the mesh.
-        subclass: `SubclassLayout` of the parameter's store, if its class gathers itself.
-        packing: Bytes of the parameter's tensors (`packing.Packing`), if it has several: then these
-            bytes are cut. The store sets it.
-        tensor_parallel: Split of the parameter over another mesh (`dtensor.TensorParallel`) before
-            it is cut here: then the layout, `start` and `stop` are those of this rank's part. None:
-            no such split.
-        axes: Axes over which ranks hold different elements.
-        total_axes: Axes over which a norm of all parameters is summed: those of `axes`, and those
-            along which other ranks hold other parameters.
-        num_counted: Number of ranks over `total_axes` that hold the same elements.
-        is_written_here: Whether this rank offers its piece to checkpoints. If several ranks hold
-            the same elements, cut in different ways, one of them does.
-        is_worthless: Whether a step ran with dummy collectives (`set_debug`), so that no value may
-            be saved.
-        entry: Weak reference to the `ParamEntry` of its group: the parameter and its holders.
-        unsharded: Weak reference to the parameter that modules hold in its place while unsharded.
-    """
-
-    layout: FlatLayout
-    index: int
+    layout: FlatLayout  # Layout of the bucket.
+    index: int  # Position of the parameter in it.
     _: KW_ONLY
-    mesh: DeviceMesh
-    axis: Axis
-    name: str
+    mesh: DeviceMesh  # Mesh of the parameter.
+    axis: Axis  # The shard axis.
+    name: str  # Name of the parameter, for errors; the root's first forward sets the full one.
+    # Mesh that `mesh` is a part of, if its other ranks hold other parameters in the place of this
+    # one, such as other experts; None: there are no such ranks.
     around: DeviceMesh | None = None
+    # `ops.StateAllocator` that lays optimizer state of the bucket end to end; None: each tensor is
+    # allocated separately.
     state_allocator: Any = None
-    shard_device: torch.device | None = None
+    shard_device: torch.device | None = None  # Device of the pieces; None: the device of the mesh.
+    # Split of the parameter over another mesh (`dtensor.TensorParallel`) before it is cut here:
+    # then the layout, `start` and `stop` are those of this rank's part. None: no such split.
     tensor_parallel: Any = None
-    subclass: Any = None
-    axes: tuple[Axis, ...] = field(init=False)
+    subclass: Any = None  # `SubclassLayout` of the parameter's store, if its class gathers itself.
+    axes: tuple[Axis, ...] = field(init=False)  # Axes over which ranks hold different elements.
+    # Axes over which a norm of all parameters is summed: those of `axes`, and those along which
+    # other ranks hold other parameters.
     total_axes: tuple[Axis, ...] = field(init=False)
+    # Number of ranks over `total_axes` that hold the same elements.
     num_counted: int = field(init=False, default=1)
+    # Whether those parameters are copies of this one.
     has_copies: bool = field(init=False, default=False)
-    shape: tuple[int, ...] = field(init=False)
-    start: int = field(init=False)
+    shape: tuple[int, ...] = field(init=False)  # Global shape.
+    start: int = field(init=False)  # First owned element of the flattened tensor on this rank.
+    # End of the owned elements; equal to `start` if this rank owns nothing.
     stop: int = field(init=False)
+    # Range [start, stop) of this rank's piece in its shard.
     piece_range: tuple[int, int] = field(init=False)
+    # Whether this rank offers its piece to checkpoints. If several ranks hold the same elements,
+    # cut in different ways, one of them does.
     is_written_here: bool = field(init=False, default=True)
+    # Whether a step ran with dummy collectives (`set_debug`), so that no value may be saved.
     is_worthless: bool = field(init=False, default=False)
+    # Weak reference to the `ParamEntry` of its group: the parameter and its holders.
     entry: weakref.ref[Any] | None = field(init=False, default=None)
+    # Weak reference to the parameter that modules hold in its place while unsharded.
     unsharded: weakref.ref[nn.Parameter] | None = field(init=False, default=None)
+    # Bytes of the parameter's tensors (`packing.Packing`), if it has several: then these bytes are
+    # cut. The store sets it.
     packing: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -251,8 +235,7 @@ class ShardSpec:
         for axis in self.total_axes:
             part_sums_of(axis)[self.total_axes] += 1
 
-    is_traced = False
-    """Whether operators on pieces are traced; then padding may follow the pieces."""
+    is_traced = False  # Whether operators on pieces are traced; then padding may follow the pieces.
 
     @property
     def piece_numel(self) -> int:

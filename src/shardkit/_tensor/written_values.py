@@ -36,15 +36,11 @@ _LOG_ATTRIBUTE = "shardkit_write_log"
 
 
 class WriteLog:
-    """Log of writes to the pieces in one memory.
-
-    Attributes:
-        num_seen: Number of times that counted writes raised the version counter.
-        counts: Number of writes by the index of the parameter in its bucket.
-    """
+    """Log of writes to the pieces in one memory."""
 
     def __init__(self) -> None:
-        self.num_seen = 0
+        self.num_seen = 0  # Number of times that counted writes raised the version counter.
+        # Number of writes by the index of the parameter in its bucket.
         self.counts: dict[int, int] = {}
 
     def note(self, indices: Iterable[int], num_raised: int) -> None:
@@ -160,19 +156,13 @@ def fingerprint(
 
 @dataclass(slots=True)
 class WrittenValue:
-    """Last write to a parameter.
+    """Last write to a parameter."""
 
-    Attributes:
-        steps: Hash of the operators that wrote parts of it; 0: it was written as a whole.
-        sample: Fingerprint of the written values, 0-dim int64; None: none was taken this time.
-        past_operators: Version of its memory, minus the number of followed writes.
-        memory_id: Identity of its memory.
-    """
-
-    steps: int
+    steps: int  # Hash of the operators that wrote parts of it; 0: it was written as a whole.
+    # Fingerprint of the written values, 0-dim int64; None: none was taken this time.
     sample: Tensor | None
-    past_operators: int
-    memory_id: int
+    past_operators: int  # Version of its memory, minus the number of followed writes.
+    memory_id: int  # Identity of its memory.
 
     @property
     def number(self) -> int:

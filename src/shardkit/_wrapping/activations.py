@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardkit._errors import StateError, WrapError
-from shardkit._module.activation_checkpoint import SavedOperators, checkpoint_module, complaint_of
+from shardkit._module.activation_checkpoint import (
+    Operators,
+    SavedOperators,
+    checkpoint_module,
+    complaint_of,
+)
 from shardkit._module.checks import why_never_gathered
 from shardkit._module.fsdp_module import own_class
 from shardkit._text import listed
@@ -16,8 +21,6 @@ from shardkit._wrapping.policies import ModuleTree, chosen_by, described, word_o
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from shardkit._module.activation_checkpoint import Operators
 
 
 def checkpoint_activations(

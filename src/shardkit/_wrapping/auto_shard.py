@@ -21,15 +21,23 @@ from shardkit._settings import (
 from shardkit._wrapping.experts import ExpertMeshes, Experts, PlacedExperts, axis_of
 from shardkit._wrapping.plan import (
     ShardPlan,
+    Unit,
     assign_params,
     is_shape_only,
     mesh_of_shape,
     units_in_order,
 )
-from shardkit._wrapping.policies import ModuleTree, choose, choose_by_name, size_policy, word_of
-from shardkit._wrapping.strategies import Strategy
+from shardkit._wrapping.policies import (
+    Choice,
+    ModuleTree,
+    choose,
+    choose_by_name,
+    size_policy,
+    word_of,
+)
+from shardkit._wrapping.strategies import Strategy, StrategyName
 from shardkit._wrapping.strategies import strategy as strategy_of
-from shardkit.backends import as_device_mesh, init_device_mesh
+from shardkit.backends import TorchDeviceMesh, as_device_mesh, init_device_mesh
 
 if TYPE_CHECKING:
     import enum
@@ -38,10 +46,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._mesh import DeviceMesh
-    from shardkit._wrapping.plan import Unit
-    from shardkit._wrapping.policies import Choice
-    from shardkit._wrapping.strategies import StrategyName
-    from shardkit.backends import TorchDeviceMesh
 
 _ROOT = ("",)
 

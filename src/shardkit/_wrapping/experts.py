@@ -7,7 +7,7 @@ are sharded over the same ranks and those of ``ep``, as one axis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,12 @@ from shardkit._module import checks
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.placements import flattened
 from shardkit._text import listed, nearest
-from shardkit._wrapping.policies import chosen_by
+from shardkit._wrapping.policies import ModuleTree, chosen_by
 from shardkit.backends import TorchDeviceMesh, as_device_mesh, tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from shardkit._mesh import DeviceMesh
     from shardkit._params.sites import ParamEntry
-    from shardkit._wrapping.policies import ModuleTree
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from shardkit._module.fully_shard import fully_shard
 from shardkit._module.hooks import get_state
 from shardkit._module.materialize import materialize
 from shardkit._module.placements import place_params
-from shardkit._params.make import plan_buckets
-from shardkit._schedule import Op, UnshardSchedule
+from shardkit._params.make import PlannedBucket, plan_buckets
+from shardkit._schedule import Action, Op, UnshardSchedule
 from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._text import counted, shown_nbytes
 from shardkit.backends.base import Backend
@@ -30,9 +30,7 @@ from shardkit.backends.base import Backend
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardkit._params.make import PlannedBucket
     from shardkit._params.sites import ParamEntry
-    from shardkit._schedule import Action
     from shardkit._wrapping.experts import Experts
     from shardkit._wrapping.policies import Choice, ModuleTree
     from shardkit._wrapping.strategies import Strategy
@@ -505,11 +503,7 @@ def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Param
 
 
 class _Rehearsal:
-    """Steps of the schedule alone; modules run once each, in the order of their definition.
-
-    Attributes:
-        peak_nbytes: The most unsharded bytes at one time, from the first step on.
-    """
+    """Steps of the schedule alone; modules run once each, in the order of their definition."""
 
     def __init__(
         self,
@@ -533,7 +527,7 @@ class _Rehearsal:
         options.no_reshard_after_backward = set(range(len(groups))) if stays else set()
         self._group_of = {id(m): i for i, (_, modules) in enumerate(groups) for m in modules}
         self._nbytes = 0
-        self.peak_nbytes = 0
+        self.peak_nbytes = 0  # The most unsharded bytes at one time, from the first step on.
 
     def count_gathers(self, micro_batches: int) -> list[int]:
         """Return the number of gathers of each group, in a step of some micro-batches."""

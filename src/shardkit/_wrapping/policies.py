@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -22,8 +22,6 @@ from shardkit._params.packing import numel_and_dtype
 from shardkit._text import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from shardkit._settings import MixedPrecisionPolicy
 
 
@@ -36,22 +34,17 @@ _Label = TypeVar("_Label")
 
 
 class ModuleTree:
-    """The modules of a model, each once, under the first of its names.
-
-    Attributes:
-        model: The root.
-        modules: Modules by name, parents before their children; the root's name is empty.
-        closed: Ids of modules inside of others that use their weights without calling them.
-        class_name: Name of the root's class.
-    """
+    """The modules of a model, each once, under the first of its names."""
 
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
-        self.model = model
+        self.model = model  # The root.
+        # Modules by name, parents before their children; the root's name is empty.
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self._names = {id(module): name for name, module in self.modules.items()}
         self._param_names = {id(param): name for name, param in model.named_parameters()}
         self._ignored = {id(param) for param in ignored}
-        self.class_name = own_class(model).__name__
+        self.class_name = own_class(model).__name__  # Name of the root's class.
+        # Ids of modules inside of others that use their weights without calling them.
         self.closed: set[int] = set()
         for module in self.modules.values():
             if isinstance(module, _CLOSED):
@@ -311,13 +304,11 @@ def size_policy(min_num_params: int) -> Callable[..., bool]:
 # docs/design/wrapping.md describes the choice and its reasons. Only names, shapes and dtypes count:
 # the choice is the same on all ranks, and on the meta device.
 
-_PIECE_NBYTES = 128 << 10
-"""Latency times bandwidth of one link: 5 us at 25 GB/s."""
+_PIECE_NBYTES = 128 << 10  # Latency times bandwidth of one link: 5 us at 25 GB/s.
 
 _CHAINS = (*MODULE_CONTAINERS, nn.Sequential)
 
-_FRACTION = 8
-"""A divisible group is at most one part of this many of the model."""
+_FRACTION = 8  # A divisible group is at most one part of this many of the model.
 
 
 def bounds(model_nbytes: int, num_ranks: int) -> tuple[int, int]:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit._errors import MeshError, StateError, WrapError
-from shardkit._mesh import SHARD_AXIS
+from shardkit._mesh import SHARD_AXIS, DeviceMesh
 from shardkit._text import nearest
 
 if TYPE_CHECKING:
-    from shardkit._mesh import DeviceMesh
     from shardkit.backends import TorchDeviceMesh
 
 REPLICATE_AXIS = "replicate"

@@ -18,7 +18,7 @@ from shardkit._errors import MeshError
 from shardkit._mesh import SHARD_AXIS, DeviceMesh
 from shardkit.backends.device import accelerator_type, device_module
 from shardkit.backends.groups import current_world_size, make_torch_mesh, world_size_or_raise
-from shardkit.backends.process_group import from_torch_mesh
+from shardkit.backends.process_group import ProcessGroupBackend, from_torch_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit.backends.dtensor import TensorParallel
-    from shardkit.backends.process_group import ProcessGroupBackend
 
 __all__ = [
     "TorchDeviceMesh",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardkit._compat import torch_groups
 from shardkit._errors import StateError
-from shardkit.backends.device import AcceleratorDevice
+from shardkit.backends.device import AcceleratorDevice, Event, Stream
 from shardkit.backends.graphs import StreamGraph
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
@@ -33,7 +33,7 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
-from shardkit.backends.watch.watchdog import channel_of
+from shardkit.backends.watch.watchdog import Issued, channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
         Handle,
         Reduction,
     )
-    from shardkit.backends.device import Event, Stream
-    from shardkit.backends.watch.watchdog import Issued
 
 
 # --- axes -----------------------------------------------------------------------------------------
@@ -88,25 +86,21 @@ class PeerHandle:
 
 
 class AcceleratorAxis(ProcessGroupAxis):
-    """An axis whose small collectives also take host tensors, such as offloaded shards.
-
-    Attributes:
-        device: Device on which its collectives run.
-        reduce_group: Group for reduce-scatters; that of the gathers, or `separate_group`.
-        separate_group: Group for reduce-scatters alone, when it is made.
-        averages: Whether the engine can divide by the number of ranks, and merge all-gathers.
-        host_group: Group for small host tensors, so that the host need not wait for the device;
-            None: the process group was made without an engine for the host.
-    """
+    """An axis whose small collectives also take host tensors, such as offloaded shards."""
 
     def __init__(self, group: dist.ProcessGroup, device: AcceleratorDevice) -> None:
         super().__init__(group)
-        self.device = device
+        self.device = device  # Device on which its collectives run.
+        # Group for reduce-scatters; that of the gathers, or `separate_group`.
         self.reduce_group = group
+        # Group for reduce-scatters alone, when it is made.
         self.separate_group: dist.ProcessGroup | None = None
         engine = torch_groups.process_group_backend(group, device.device)
+        # Whether the engine can divide by the number of ranks, and merge all-gathers.
         self.averages = engine is not None and engine.name() in _CAPABLE_ENGINES
         has_host_engine = torch_groups.process_group_backend(group, torch.device("cpu")) is not None
+        # Group for small host tensors, so that the host need not wait for the device; None: the
+        # process group was made without an engine for the host.
         self.host_group = group if has_host_engine else None
         self._peer_stream: Stream | None = None
 
@@ -187,10 +181,6 @@ class Sums:
     The engine divides if it can, and if the divisor is the number of ranks. Then a reduction in the
     dtype of the result takes only the kernel of the collective. fp16 would overflow in a sum, or
     underflow before it, so with fp16 half of the division comes before the sum.
-
-    Attributes:
-        replicate_axis: Axis of the all-reduce; None: there is none, or it has one rank.
-        can_be_result: Whether the sum over the shard axis may be written to the result's memory.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -199,6 +189,7 @@ class Sums:
         assert isinstance(shard, AcceleratorAxis)
         assert replicate is None or isinstance(replicate, AcceleratorAxis)
         self._shard_axis = shard
+        # Axis of the all-reduce; None: there is none, or it has one rank.
         self.replicate_axis = replicate if replicate is not None and replicate.size > 1 else None
         axes = [axis for axis in (shard, self.replicate_axis) if axis is not None and axis.size > 1]
         num_ranks = math.prod(axis.size for axis in axes)
@@ -213,6 +204,7 @@ class Sums:
         if reduction.before is not None:
             self._before = reduction.before
         self._after = 1.0 if self._averages else reduction.scale / self._before
+        # Whether the sum over the shard axis may be written to the result's memory.
         self.can_be_result = (
             is_plain and shard.size > 1 and reduction.out_dtype == reduction.send.dtype
         )
@@ -299,18 +291,13 @@ class EventHandle:
 
 
 class ReduceEventHandle:
-    """Reductions on side streams.
-
-    Attributes:
-        fence: Event after which the send buffers are free.
-        issued: The collectives; None: one over a single rank.
-    """
+    """Reductions on side streams."""
 
     was_copied = False
 
     def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
-        self.fence: Event | None = None
-        self.issued: list[Issued | None] = []
+        self.fence: Event | None = None  # Event after which the send buffers are free.
+        self.issued: list[Issued | None] = []  # The collectives; None: one over a single rank.
         self._device = device
         self._outs = outs
         # Memory of the compute stream that other streams use. It is freed when they are done.
@@ -349,21 +336,13 @@ class ReduceEventHandle:
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """One reduction with its memory.
+    """One reduction with its memory."""
 
-    Attributes:
-        reduction: The requested reduction.
-        sums: The arithmetic of the reduction.
-        into: Memory for the sum over the shard axis. None: the send buffer.
-        result: Memory for the result, on the device.
-        out: Memory that finally holds the result: `result`, or memory of the host.
-    """
-
-    reduction: Reduction
-    sums: Sums
-    into: Tensor | None
-    result: Tensor
-    out: Tensor
+    reduction: Reduction  # The requested reduction.
+    sums: Sums  # The arithmetic of the reduction.
+    into: Tensor | None  # Memory for the sum over the shard axis. None: the send buffer.
+    result: Tensor  # Memory for the result, on the device.
+    out: Tensor  # Memory that finally holds the result: `result`, or memory of the host.
 
 
 @dataclasses.dataclass(slots=True, eq=False)

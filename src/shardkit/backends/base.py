@@ -10,14 +10,13 @@ import torch
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import StateError
-from shardkit._settings import SumAxis
+from shardkit._settings import AllGather, ReduceScatter, SumAxis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from shardkit._settings import AllGather, ReduceScatter
     from shardkit.backends.device import Event, Stream
     from shardkit.backends.graphs import StreamGraph
 
@@ -38,21 +37,14 @@ class InGraph:
 
 @dataclass(slots=True)
 class TracedGather:
-    """One bucket to gather on a backend that traces (`Backend.is_traced`).
+    """One bucket to gather on a backend that traces (`Backend.is_traced`)."""
 
-    Attributes:
-        pieces: 1-D, storage dtype, one per parameter, as the bucket keeps them.
-        dtype: Dtype to which the pieces are cast before they travel.
-        tail_numel: Elements to put after the pieces of every rank, if they travel as one.
-        bucket_id: Number of the bucket, equal in every step.
-        wholes: Result: 1-D tensors with all ranks' parts of each piece, end to end; they share no
-            memory with each other.
-    """
-
-    pieces: list[Tensor]
-    dtype: torch.dtype
-    tail_numel: int
-    bucket_id: int
+    pieces: list[Tensor]  # 1-D, storage dtype, one per parameter, as the bucket keeps them.
+    dtype: torch.dtype  # Dtype to which the pieces are cast before they travel.
+    tail_numel: int  # Elements to put after the pieces of every rank, if they travel as one.
+    bucket_id: int  # Number of the bucket, equal in every step.
+    # Result: 1-D tensors with all ranks' parts of each piece, end to end; they share no memory with
+    # each other.
     wholes: list[Tensor] | None = None
 
 
@@ -66,14 +58,12 @@ class Region(Protocol):
     """
 
     is_spmd: bool
-    num_ranks: int
-    """Number of parts that a batch is split into when it enters."""
+    num_ranks: int  # Number of parts that a batch is split into when it enters.
     device: torch.device
     drawing: Any
     """The last context of `draw_apart`; its `again()` repeats the numbers drawn from now on."""
 
-    gathers_wait: bool
-    """Whether gathers come after `progress` in the graph."""
+    gathers_wait: bool  # Whether gathers come after `progress` in the graph.
 
     def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
         """Return copies that exist only after `progress`; the compiler cannot merge them."""
@@ -126,23 +116,14 @@ class Region(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Data that this rank sends to each rank of an axis, and receives from each.
+    """Data that this rank sends to each rank of an axis, and receives from each."""
 
-    Attributes:
-        send: 1-D bytes for each rank, in rank order, end to end.
-        receive: 1-D bytes from each rank, in rank order; written.
-        send_nbytes: Number of bytes for each rank.
-        receive_nbytes: Number of bytes from each rank.
-        total_nbytes: A number that all ranks know, by which the watch compares the exchange.
-        of: Word for the data.
-    """
-
-    send: Tensor
-    receive: Tensor
-    send_nbytes: Sequence[int]
-    receive_nbytes: Sequence[int]
-    total_nbytes: int
-    of: str
+    send: Tensor  # 1-D bytes for each rank, in rank order, end to end.
+    receive: Tensor  # 1-D bytes from each rank, in rank order; written.
+    send_nbytes: Sequence[int]  # Number of bytes for each rank.
+    receive_nbytes: Sequence[int]  # Number of bytes from each rank.
+    total_nbytes: int  # A number that all ranks know, by which the watch compares the exchange.
+    of: str  # Word for the data.
 
 
 class AxisComm(SumAxis, Protocol):
@@ -159,13 +140,9 @@ class AxisComm(SumAxis, Protocol):
 
 
 class PeerAxis(AxisComm, Protocol):
-    """An axis whose ranks can send each other parts of any size (not on XLA).
+    """An axis whose ranks can send each other parts of any size (not on XLA)."""
 
-    Attributes:
-        members: Global rank of each position.
-    """
-
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # Global rank of each position.
 
     def start_all_to_all(self, job: AllToAll) -> Handle:
         """Start an exchange after all compute issued so far.
@@ -201,25 +178,17 @@ class Handle(Protocol):
 
 
 class CheckHandle(Handle, Protocol):
-    """Small numbers of all ranks that are in flight.
+    """Small numbers of all ranks that are in flight."""
 
-    Attributes:
-        is_of_host: Whether the host waits for other hosts only, never for the device.
-    """
-
-    is_of_host: bool
+    is_of_host: bool  # Whether the host waits for other hosts only, never for the device.
 
 
 class ReduceHandle(Protocol):
-    """A reduction that has been started.
+    """A reduction that has been started."""
 
-    Attributes:
-        fence: Event after which the send buffers are free; None: they are free after `wait_sent`.
-        was_copied: Whether they are free already, since their data was copied.
-    """
-
+    # Event after which the send buffers are free; None: they are free after `wait_sent`.
     fence: Event | None
-    was_copied: bool
+    was_copied: bool  # Whether they are free already, since their data was copied.
 
     def wait_sent(self) -> None:
         """Return when the send buffers are free, if the host must wait for that."""
@@ -249,75 +218,56 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """One bucket to gather.
+    """One bucket to gather."""
 
-    Attributes:
-        full: 1-D, all ranks' ranges in compute dtype; written.
-        own: This rank's range of `full`.
-        shard: 1-D, this rank's range in storage dtype; cast into `own` first. May be on the host
-            while `full` is on the device.
-        comm: The user's own all-gather (`AllGather`), or None.
-        is_on_host: Whether `shard` is on the host, and the device has memory of its own.
-    """
-
-    full: Tensor
-    own: Tensor
+    full: Tensor  # 1-D, all ranks' ranges in compute dtype; written.
+    own: Tensor  # This rank's range of `full`.
+    # 1-D, this rank's range in storage dtype; cast into `own` first. May be on the host while
+    # `full` is on the device.
     shard: Tensor
-    comm: AllGather | None = None
+    comm: AllGather | None = None  # The user's own all-gather (`AllGather`), or None.
+    # Whether `shard` is on the host, and the device has memory of its own.
     is_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One bucket to reduce.
+    """One bucket to reduce."""
 
-    Attributes:
-        send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype. With `parts` it has
-            no memory.
-        parts: Tensors of any shape that go to each rank, end to end. Empty: they were copied into
-            `send`. Only if `Backend.takes_parts`; the backend clears the lists.
-        part_dtype: Dtype of `parts`, whose values `send` could hold exactly; it is the same on all
-            ranks, though some of them may have copied theirs into `send`. None: no rank has parts.
-        room: Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
-        out_numel: Elements of this rank's range.
-        out_dtype: Dtype of the result.
-        scale: Factor of the sum.
-        before: Factor of the data that is sent, so that only the rest of `scale` comes after the
-            sum; None: the backend chooses.
-        shard_axis: Axis of the reduce-scatter.
-        replicate_axis: Axis of an all-reduce that follows; None: there is none.
-        carry: Partial sum over the shard axis of earlier backwards: 1-D, `out_numel`, fp32 or
-            wider. It is added before the all-reduce, in its dtype, and may be written. None: there
-            is none.
-        is_to_host: Whether the result goes to the host, and the device has memory of its own.
-        is_pinned: Whether the result goes to page-locked memory.
-        comm: The user's own reduce-scatter (`ReduceScatter`), or None.
-        all_reduce: The user's own all-reduce (`AllReduce`) over the replicate axis, as a function
-            of a tensor and of the factor that the sum still needs; or None.
-        hook: Function of the reduced and scaled result, which it may change; or None.
-        hook_stream: Stream on which an accelerator runs the hook; None: after the reduction.
-        bucket_id: Number of the bucket where it is traced, equal in every step.
-        force_sum: Whether the engine may only sum, and not divide.
-    """
-
+    # 1-D, all ranks' ranges of this rank's gradients, in reduce dtype. With `parts` it has no
+    # memory.
     send: Tensor
+    # Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
     room: Callable[[], Tensor]
-    out_numel: int
-    out_dtype: torch.dtype
-    scale: float
-    shard_axis: AxisComm
-    replicate_axis: AxisComm | None
+    out_numel: int  # Elements of this rank's range.
+    out_dtype: torch.dtype  # Dtype of the result.
+    scale: float  # Factor of the sum.
+    shard_axis: AxisComm  # Axis of the reduce-scatter.
+    replicate_axis: AxisComm | None  # Axis of an all-reduce that follows; None: there is none.
+    # Partial sum over the shard axis of earlier backwards: 1-D, `out_numel`, fp32 or wider. It is
+    # added before the all-reduce, in its dtype, and may be written. None: there is none.
     carry: Tensor | None
+    # Whether the result goes to the host, and the device has memory of its own.
     is_to_host: bool = False
-    is_pinned: bool = False
-    comm: ReduceScatter | None = None
+    is_pinned: bool = False  # Whether the result goes to page-locked memory.
+    comm: ReduceScatter | None = None  # The user's own reduce-scatter (`ReduceScatter`), or None.
+    # Factor of the data that is sent, so that only the rest of `scale` comes after the sum; None:
+    # the backend chooses.
     before: float | None = None
+    # The user's own all-reduce (`AllReduce`) over the replicate axis, as a function of a tensor and
+    # of the factor that the sum still needs; or None.
     all_reduce: Callable[[Tensor, float], object] | None = None
+    # Function of the reduced and scaled result, which it may change; or None.
     hook: Callable[[Tensor], object] | None = None
+    # Stream on which an accelerator runs the hook; None: after the reduction.
     hook_stream: Stream | None = None
-    bucket_id: int = 0
-    force_sum: bool = False
+    bucket_id: int = 0  # Number of the bucket where it is traced, equal in every step.
+    force_sum: bool = False  # Whether the engine may only sum, and not divide.
+    # Tensors of any shape that go to each rank, end to end. Empty: they were copied into `send`.
+    # Only if `Backend.takes_parts`; the backend clears the lists.
     parts: Sequence[list[Tensor]] = ()
+    # Dtype of `parts`, whose values `send` could hold exactly; it is the same on all ranks, though
+    # some of them may have copied theirs into `send`. None: no rank has parts.
     part_dtype: torch.dtype | None = None
 
     def rows(self) -> Sequence[Sequence[Tensor]]:
@@ -349,11 +299,9 @@ class CommStreams(ABC):
 
     Methods with a body here fit a backend without streams: the host runs everything in order, in
     ordinary memory.
-
-    Attributes:
-        region: Region in which ranks' forwards and backwards are traced; None: they run at once.
     """
 
+    # Region in which ranks' forwards and backwards are traced; None: they run at once.
     region: Region | None = None
 
     def note_step(self) -> None:
@@ -440,32 +388,24 @@ class CommStreams(ABC):
 
 
 class Backend(ABC):
-    """Object that communicates along the axes of a mesh, over which modules can be sharded.
+    """Object that communicates along the axes of a mesh, over which modules can be sharded."""
 
-    Attributes:
-        device: Device of the parameters.
-        is_traced: Whether operators are traced into a graph, which runs later; see `Region`.
-        is_spmd: Whether one process traces the program of all ranks, and has all their pieces.
-        is_dry: Whether all tensors are on meta, without values: nothing is computed.
-        is_host_synchronous: Whether the host is in step with the device.
-        has_own_memory: Whether the device's memory is not the host's, so that shards may be
-            offloaded.
-        copies_gradients_together: Whether a kernel costs more than memory. Then a layer's gradients
-            are held until all have come, and one kernel copies them.
-        gradient_weight: Multiplier that turns gradients of the global-mean loss into gradients of
-            this rank's local-mean loss.
-        batches_small_groups: Whether it is better that small groups travel together.
-    """
-
-    device: torch.device
-    is_dry: bool = False
+    device: torch.device  # Device of the parameters.
+    is_dry: bool = False  # Whether all tensors are on meta, without values: nothing is computed.
+    # Whether operators are traced into a graph, which runs later; see `Region`.
     is_traced: bool = False
+    # Whether one process traces the program of all ranks, and has all their pieces.
     is_spmd: bool = False
-    is_host_synchronous: bool = True
+    is_host_synchronous: bool = True  # Whether the host is in step with the device.
+    # Whether the device's memory is not the host's, so that shards may be offloaded.
     has_own_memory: bool = False
+    # Whether a kernel costs more than memory. Then a layer's gradients are held until all have
+    # come, and one kernel copies them.
     copies_gradients_together: bool = False
+    # Multiplier that turns gradients of the global-mean loss into gradients of this rank's local-
+    # mean loss.
     gradient_weight: float = 1.0
-    batches_small_groups: bool = True
+    batches_small_groups: bool = True  # Whether it is better that small groups travel together.
 
     @property
     def is_current(self) -> bool:
@@ -533,7 +473,6 @@ class Backend(ABC):
         Raises:
             StateError: The device has no graphs, or collectives of an axis cannot be captured.
         """
-        del axes
         msg = (
             f"a step on device {self.device.type!r} cannot be captured: shardkit.capture needs a "
             f"mesh of CUDA devices, whose work a graph can replay. Call the step itself."

@@ -185,6 +185,19 @@ def use_own_device(device_type: str, local_rank: str | None = None) -> None:
         module.set_device(int(number))
 
 
+@contextlib.contextmanager
+def own_random_numbers(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Draw inside from `seed`, if there is one, without a change of the users' generators."""
+    module = None if device.type in ("cpu", "xla") else torch.get_device_module(device)
+    devices = [] if module is None else [module.current_device()]
+    with torch.random.fork_rng(devices, device_type="cuda" if module is None else device.type):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            if module is not None:
+                module.manual_seed(seed)
+        yield
+
+
 def accelerator_type() -> str | None:
     """Return the type of this machine's accelerator; None: it has none with streams."""
     accelerator = torch.accelerator.current_accelerator()

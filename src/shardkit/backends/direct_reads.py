@@ -24,7 +24,7 @@ import torch
 
 from shardkit._compat import torch_groups
 from shardkit.backends import groups
-from shardkit.backends.host_links import CONNECT_S, RETRY_S, Outbox
+from shardkit.backends.host_links import CONNECT_S, RETRY_S, HostLinks, Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from shardkit.backends.host_links import HostLinks
 
 _MESSAGE = struct.Struct("<BBQQQ")
 """Kind, lane, number of the exchange; of an offer also the address and the length of its table."""
@@ -47,17 +46,6 @@ class DirectExchange:
     """An exchange that has started: this rank reads from all others, and they from it.
 
     Until `wait` returns, nobody may change what the others read, or use what this rank reads into.
-
-    Args:
-        sources: Tensors that each other rank reads, end to end; in rank order.
-        targets: Tensors to be filled by what the other ranks have, in rank order.
-        of: Exchanges that all end when this one is not done in time.
-        narrow_nbytes: Bytes of another form of what ranks send, such as values of fewer bytes. What
-            comes in this form fills the beginning of a target. None: there is none.
-
-    Attributes:
-        tables: Tables for the other ranks: address and bytes of each tensor that they read.
-        nbytes: Bytes that came from each other rank.
     """
 
     def __init__(
@@ -67,13 +55,18 @@ class DirectExchange:
         of: DirectReads,
         narrow_nbytes: int | None = None,
     ) -> None:
+        # Tensors that each other rank reads, end to end; in rank order.
         self.sources: Sequence[Sequence[Tensor]] = sources
+        # Tensors to be filled by what the other ranks have, in rank order.
         self.targets: Sequence[Tensor] = targets
+        # Tables for the other ranks: address and bytes of each tensor that they read.
         self.tables = [_table_of(each) for each in sources]
-        self.nbytes = [0] * len(targets)
+        self.nbytes = [0] * len(targets)  # Bytes that came from each other rank.
+        # Bytes of another form of what ranks send, such as values of fewer bytes. What comes in
+        # this form fills the beginning of a target. None: there is none.
         self._narrow_nbytes = narrow_nbytes
         self.num_missing = [2] * len(sources)  # For each rank: one to read, one to be read.
-        self._of = of
+        self._of = of  # Exchanges that all end when this one is not done in time.
         self._error: str | None = None
         self._ended = threading.Event()
 
@@ -95,11 +88,7 @@ class DirectExchange:
         return target.data_ptr()
 
     def note_done(self, place: int) -> bool:
-        """Note that this rank and another one have read in one direction; return whether all have.
-
-        Args:
-            place: Place of the other rank among the others.
-        """
+        """Note that two ranks have read in one direction; return whether all others have."""
         self.num_missing[place] -= 1
         if any(self.num_missing):
             return False
@@ -281,8 +270,7 @@ def _received(connection: socket.socket, nbytes: int) -> bytes:
     return message
 
 
-_MOST_RANGES = 1024
-"""Largest number of ranges of a call: ``IOV_MAX`` of Linux."""
+_MOST_RANGES = 1024  # Largest number of ranges of a call: ``IOV_MAX`` of Linux.
 
 
 class _Range(ctypes.Structure):

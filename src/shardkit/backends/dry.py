@@ -19,7 +19,7 @@ from shardkit._compat import torch_groups
 from shardkit._errors import StateError
 from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
 from shardkit.backends.base import InGraph
-from shardkit.backends.device import AcceleratorDevice
+from shardkit.backends.device import AcceleratorDevice, Event, Stream
 from shardkit.backends.gloo import GlooAxis, GlooBackend
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import ProcessGroupBackend, from_torch_mesh
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._mesh import DeviceMesh
-    from shardkit.backends.device import Event, Stream
 
 _META = torch.device("meta")
 _HOST_MARK = "shardkit_is_on_host"
-_host_makers: list[None] = []
-"""List that is not empty while memory of the host is made."""
+_host_makers: list[None] = []  # List that is not empty while memory of the host is made.
 
 
 class _NoStream(InGraph):
@@ -67,7 +65,6 @@ class DryDevice(AcceleratorDevice):
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""
-        del stream
         return contextlib.nullcontext()
 
     def is_capturing(self) -> bool:
@@ -76,12 +73,10 @@ class DryDevice(AcceleratorDevice):
 
     def has_passed(self, event: Event) -> bool:
         """Whether an event has passed: all have."""
-        del event
         return True
 
     def empty_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return 1-D memory of the host, which is on meta as well; `is_on_host` recognizes it."""
-        del pinned
         _host_makers.append(None)
         try:
             tensor = torch.empty(numel, dtype=dtype, device=_META)

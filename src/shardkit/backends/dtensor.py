@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardkit._compat import torch_autograd, torch_groups
@@ -27,7 +27,6 @@ from shardkit._mesh import DeviceMesh
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
     from shardkit.backends.base import PeerAxis
@@ -396,7 +395,6 @@ class ReplacedDTensor(DTensor):
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Refuse all operators."""
-        del func, types, kwargs
         name = next((a.__dict__["fqn"] for a in args if isinstance(a, cls)), "?")
         msg = (
             f"parameter {name!r} was a DTensor, and fully_shard put another Parameter object in "

@@ -24,11 +24,20 @@ import torch
 import torch.distributed as dist
 
 from shardkit._compat import torch_tensors
-from shardkit.backends.base import Gather, end_to_end
-from shardkit.backends.direct_reads import read_directly
+from shardkit.backends.base import (
+    AllToAll,
+    AxisComm,
+    CommStreams,
+    Gather,
+    Handle,
+    Reduction,
+    end_to_end,
+)
+from shardkit.backends.direct_reads import DirectExchange, DirectReads, read_directly
 from shardkit.backends.groups import sub_group
 from shardkit.backends.host_links import connect
 from shardkit.backends.process_group import (
+    CustomCollective,
     ProcessGroupAxis,
     ProcessGroupBackend,
     WatchedStreams,
@@ -40,20 +49,15 @@ from shardkit.backends.process_group import (
     start_host_all_to_all,
     start_host_max,
 )
-from shardkit.backends.shared_memory import share_memory
-from shardkit.backends.watch.watchdog import channel_of
+from shardkit.backends.shared_memory import Shared, SharedMemory, share_memory
+from shardkit.backends.watch.watchdog import Issued, channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Handle, Reduction
     from shardkit.backends.device import Event
-    from shardkit.backends.direct_reads import DirectExchange, DirectReads
-    from shardkit.backends.process_group import CustomCollective
-    from shardkit.backends.shared_memory import Shared, SharedMemory
-    from shardkit.backends.watch.watchdog import Issued
 
     _Pieces = tuple[Sequence[Tensor], list[Tensor], Tensor]
 
@@ -69,16 +73,11 @@ _SHARED_NBYTES = 2 << 20
 
 
 class GlooAxis(ProcessGroupAxis):
-    """An axis with a second process group for reductions, and other ways within one host.
+    """An axis with a second process group for reductions, and other ways within one host."""
 
-    Attributes:
-        reduce_group: Second process group, when it is made.
-        shared: Memory that the ranks share; None if they cannot.
-        direct: Direct reads of what they do not share; None: gloo sends it.
-    """
-
-    reduce_group: dist.ProcessGroup | None = None
-    shared: SharedMemory | None = None
+    reduce_group: dist.ProcessGroup | None = None  # Second process group, when it is made.
+    shared: SharedMemory | None = None  # Memory that the ranks share; None if they cannot.
+    # Direct reads of what they do not share; None: gloo sends it.
     direct: DirectReads | None = None
 
     def make_reduce_group(self) -> None:
@@ -109,12 +108,7 @@ class GlooAxis(ProcessGroupAxis):
         return WorkHandle([self.start_reads(sources, targets)], issued)
 
     def start_reads(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> DirectExchange:
-        """Start direct reads; a rank copies its own data, unless it is there already.
-
-        Args:
-            sources: Tensors that the ranks read, in rank order.
-            targets: Tensors to be filled by what the ranks have, in rank order.
-        """
+        """Start direct reads; a rank copies its own data, unless it is there already."""
         assert self.direct is not None
         others, places = list(sources), list(targets)
         own, place = others.pop(self.rank), places.pop(self.rank)
@@ -135,13 +129,10 @@ class ExchangeHandle:
     group; the result gets its own memory only later. The all-reduce over the replicate axis comes
     last, since it needs the sum. Small reductions of the same kind are copied together and continue
     as one.
-
-    Attributes:
-        was_copied: Whether the data was copied before it is sent, so that the send buffers are
-            free.
     """
 
     fence: Event | None = None
+    # Whether the data was copied before it is sent, so that the send buffers are free.
     was_copied = True
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:

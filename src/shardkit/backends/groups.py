@@ -181,8 +181,7 @@ _NOT_REACHED = (
 _ENGINES = dist.Backend.default_device_backend_map
 """Engines by device type; packages for other accelerators add theirs."""
 
-_started_for_host: Any = None
-"""The default process group, if it was started for a mesh of the CPU."""
+_started_for_host: Any = None  # The default process group, if it was started for a mesh of the CPU.
 
 torch_groups.separate_attempts()  # Before any call of `init_process_group`.
 

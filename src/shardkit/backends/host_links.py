@@ -29,8 +29,7 @@ _MAX_RANKS = 8
 CONNECT_S = 20.0
 """Seconds that a rank waits for others while they connect, and try what they connect for."""
 
-RETRY_S = 0.001
-"""Seconds after which a message is sent again for which there was no room."""
+RETRY_S = 0.001  # Seconds after which a message is sent again for which there was no room.
 
 _SHORTAGES = (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 """Numbers of errors of a send that may succeed a little later."""
@@ -41,34 +40,22 @@ _NUM_USES = 2
 
 @dataclass(frozen=True, slots=True)
 class HostLinks:
-    """What one rank needs to pass tensors to the others of its host; each in rank order.
+    """What one rank needs to pass tensors to the others of its host; each in rank order."""
 
-    Attributes:
-        for_messages: A connection with each other rank, for messages about shared memory.
-        for_reads: Another one, for messages about direct reads.
-        pids: Number of the process of each other rank.
-    """
-
+    # A connection with each other rank, for messages about shared memory.
     for_messages: list[socket.socket]
-    for_reads: list[socket.socket]
-    pids: list[int]
+    for_reads: list[socket.socket]  # Another one, for messages about direct reads.
+    pids: list[int]  # Number of the process of each other rank.
 
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Address at which a rank waits for connections.
+    """Address at which a rank waits for connections."""
 
-    Attributes:
-        host: Text that is equal on ranks of one host.
-        name: Name of its socket.
-        token: Secret that connecting ranks send.
-        pid: Number of its process.
-    """
-
-    host: str
-    name: str
-    token: bytes
-    pid: int
+    host: str  # Text that is equal on ranks of one host.
+    name: str  # Name of its socket.
+    token: bytes  # Secret that connecting ranks send.
+    pid: int  # Number of its process.
 
 
 def connect(group: dist.ProcessGroup) -> HostLinks | None:
@@ -179,15 +166,12 @@ class Outbox:
     """Messages for another rank, which are sent as soon as there is room for them.
 
     A message for a process that has ended is lost: whoever waits for that process will notice.
-
-    Attributes:
-        connection: Connection of the other rank.
-        unsent: Messages that travel as a whole, each with the descriptor of a file that travels
-            with it and is closed here, or None.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+        self.connection = connection  # Connection of the other rank.
+        # Messages that travel as a whole, each with the descriptor of a file that travels with it
+        # and is closed here, or None.
         self.unsent: deque[tuple[bytes, int | None]] = deque()
 
     def send_unsent(self) -> None:

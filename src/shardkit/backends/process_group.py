@@ -12,17 +12,22 @@ from torch.distributed import device_mesh as torch_mesh
 
 from shardkit._compat import torch_groups
 from shardkit._mesh import DeviceMesh
-from shardkit.backends.base import Backend, CommStreams
+from shardkit.backends.base import (
+    AllToAll,
+    Backend,
+    CommStreams,
+    Gather,
+    Handle,
+    PeerAxis,
+    Reduction,
+)
 from shardkit.backends.groups import OfWorld, exchange, group_of, sub_group
-from shardkit.backends.watch.watchdog import channel_of, current_watchdog
+from shardkit.backends.watch.watchdog import Issued, channel_of, current_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-    from shardkit.backends.base import AllToAll, Gather, Handle, PeerAxis, Reduction
-    from shardkit.backends.watch.watchdog import Issued
 
 
 # --- work of an engine of the host ----------------------------------------------------------------

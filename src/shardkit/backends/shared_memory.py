@@ -29,7 +29,7 @@ import torch
 
 from shardkit._compat import torch_groups
 from shardkit.backends.groups import exchange
-from shardkit.backends.host_links import CONNECT_S, RETRY_S, Outbox
+from shardkit.backends.host_links import CONNECT_S, RETRY_S, HostLinks, Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from shardkit.backends.host_links import HostLinks
 
 _MESSAGE = struct.Struct("<IIQQQQ")
 """Lane, block, number of the message, bytes, and the number of messages read of each lane."""
@@ -56,17 +55,11 @@ _REMEDY = (
 
 @dataclass(slots=True)
 class Block:
-    """A piece of this rank's memory that other ranks read.
+    """A piece of this rank's memory that other ranks read."""
 
-    Attributes:
-        number: Number of the block.
-        memory: Bytes of the block, 1-D.
-        descriptor: Descriptor of the memory, until the other ranks have received it.
-    """
-
-    number: int
-    memory: Tensor
-    descriptor: int | None
+    number: int  # Number of the block.
+    memory: Tensor  # Bytes of the block, 1-D.
+    descriptor: int | None  # Descriptor of the memory, until the other ranks have received it.
 
 
 class Shared:

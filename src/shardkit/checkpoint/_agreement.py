@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardkit._errors import CheckpointError
 from shardkit._mesh import DeviceMesh
 from shardkit._text import listed
-from shardkit.backends.base import first_of_all
+from shardkit.backends.base import AxisComm, first_of_all
 from shardkit.backends.groups import exchange, group_rank
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint import api
 
-    from shardkit.backends.base import AxisComm
 
 T = TypeVar("T")
 

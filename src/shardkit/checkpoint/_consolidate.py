@@ -21,7 +21,7 @@ from shardkit.checkpoint._dcp.directory import (
     complete_in,
     noted_damage,
 )
-from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
+from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE, Manifest
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, ItemFile, Slice
 from shardkit.checkpoint._files.disk import (
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._progress import Progress
-    from shardkit.checkpoint._dcp.manifest import Manifest
 
 
 # --- whole files, in one process, tensor after tensor ---------------------------------------------

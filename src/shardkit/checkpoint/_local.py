@@ -71,8 +71,7 @@ if TYPE_CHECKING:
 
 FORMAT = "shardkit local"
 VERSION = 1
-MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"
-"""Keys of such a file."""
+MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"  # Keys of such a file.
 
 _MAX_SHOWN = 16
 

@@ -11,7 +11,7 @@ import numbers
 import os
 import signal
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,6 @@ from shardkit.checkpoint._state.names import memory_of
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from shardkit._progress import Progress

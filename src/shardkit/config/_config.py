@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_modules, torch_tensors
 from shardkit._errors import CheckpointError, ConfigError, MeshError
-from shardkit._mesh import SHARD_AXIS
+from shardkit._mesh import SHARD_AXIS, DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.materialize import materialize
 from shardkit._params.bucket import swap_tensors
@@ -26,8 +26,14 @@ from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPo
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.policies import size_policy
-from shardkit._wrapping.strategies import REPLICATE_AXIS, Strategy, strategy
-from shardkit.backends import accelerator_type, as_device_mesh, init_device_mesh, tensor_parallel_of
+from shardkit._wrapping.strategies import REPLICATE_AXIS, Strategy, StrategyName, strategy
+from shardkit.backends import (
+    TorchDeviceMesh,
+    accelerator_type,
+    as_device_mesh,
+    init_device_mesh,
+    tensor_parallel_of,
+)
 from shardkit.backends.base import first_of_all
 from shardkit.backends.device import use_own_device
 from shardkit.backends.groups import (
@@ -37,7 +43,7 @@ from shardkit.backends.groups import (
     make_torch_mesh,
     world_size_or_raise,
 )
-from shardkit.config._schema import Found, Settings, settings_of
+from shardkit.config._schema import Found, Parallelism, Settings, settings_of
 from shardkit.config._source import read
 
 if TYPE_CHECKING:
@@ -45,11 +51,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from shardkit._mesh import DeviceMesh
     from shardkit._module.fsdp_module import FSDPModule
-    from shardkit._wrapping.strategies import StrategyName
-    from shardkit.backends import TorchDeviceMesh
-    from shardkit.config._schema import Parallelism
 
 
 # --- the mesh of a config -------------------------------------------------------------------------

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from shardkit._errors import ConfigError
-from shardkit._text import NotOfKindError, flag, is_of_kind, nearest, number
+from shardkit._text import Kind, NotOfKindError, flag, is_of_kind, nearest, number
 from shardkit._wrapping.policies import MIN_NUM_PARAMS
 from shardkit._wrapping.strategies import strategy
-from shardkit.config._source import Section, Setting, plain
+from shardkit.config._source import Section, Setting, SourceLine, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-    from shardkit._text import Kind
-    from shardkit.config._source import SourceLine
 
 
 # --- kinds of values ------------------------------------------------------------------------------
@@ -114,8 +111,7 @@ DEVICES = {
 }
 """Device types that a distributed_type names."""
 
-MAX_RANKS = 4096
-"""Limit of ranks on one host, and of hosts: more is a typing error."""
+MAX_RANKS = 4096  # Limit of ranks on one host, and of hosts: more is a typing error.
 
 Use = Literal["applied", "launcher", "noted"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import ModuleType
 
 _OF_DICT = "config"

@@ -88,17 +88,14 @@ def _replace_all(used: Installed) -> None:
     used.at_undo(_in_use.clear)
     used.at_undo(install().undo)
     state = accelerate.state.AcceleratorState
-    used.replace(state, "__init__", _also_on_cpu(state.__init__))
+    used.wrap(state, "__init__", _also_on_cpu)
     accelerator = accelerate.accelerator.Accelerator
-    used.replace(accelerator, "_prepare_fsdp2", _also_sharded(accelerator._prepare_fsdp2))
-    used.replace(accelerator, "_prepare_tp", _keep_unsplit(accelerator._prepare_tp))
-    name = "fsdp2_switch_optimizer_parameters"
-    switch = getattr(accelerate.accelerator, name)
-    used.replace(accelerate.accelerator, name, _with_own_state(switch))
+    used.wrap(accelerator, "_prepare_fsdp2", _also_sharded)
+    used.wrap(accelerator, "_prepare_tp", _keep_unsplit)
+    used.wrap(accelerate.accelerator, "fsdp2_switch_optimizer_parameters", _with_own_state)
     utils = accelerate.utils.fsdp_utils
     used.replace(utils, "fsdp2_load_full_state_dict", _load_full_state_dict)
-    choose = utils.fsdp2_prepare_auto_wrap_policy
-    used.replace(utils, "fsdp2_prepare_auto_wrap_policy", _only_groups(choose))
+    used.wrap(utils, "fsdp2_prepare_auto_wrap_policy", _only_groups)
     if "get_optimizer_state_dict" not in utils.load_fsdp_optimizer.__code__.co_names:  # 1.12
         _load_sharded_optimizers(used)
     used.after_import("transformers.trainer", functools.partial(_mend_trainer, used))
@@ -176,145 +173,127 @@ def _refuse_too_late() -> None:
         raise IntegrationError(msg)
 
 
-def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+def _also_on_cpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the constructor of Accelerate's state, so that ranks on the CPU are sharded, too."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - its name there
-        plugin = kwargs.get("fsdp_plugin")
-        is_first = not type(self)._shared_state
-        if plugin is not None and is_first and plugin.fsdp_version != _FSDP2:
-            msg = (
-                f"Accelerate is asked for fsdp_version={plugin.fsdp_version}, which wraps modules "
-                f"in FSDP1. shardkit takes the place of FSDP2: set fsdp_version=2 in the plugin, "
-                f"or in the file of `accelerate config`."
+    plugin = kwargs.get("fsdp_plugin")
+    is_first = not type(self)._shared_state
+    if plugin is not None and is_first and plugin.fsdp_version != _FSDP2:
+        msg = (
+            f"Accelerate is asked for fsdp_version={plugin.fsdp_version}, which wraps modules "
+            f"in FSDP1. shardkit takes the place of FSDP2: set fsdp_version=2 in the plugin, "
+            f"or in the file of `accelerate config`."
+        )
+        raise IntegrationError(msg)
+    is_rank = plugin is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    has_accelerator = torch.accelerator.is_available()
+    if is_rank and is_first and not has_accelerator:
+        if not (kwargs.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")):
+            warn_user(
+                "no accelerator was found, so the ranks train on the CPU. If that is meant, "
+                "pass Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true.",
+                is_first_rank=os.environ.get("RANK", "0") == "0",
             )
-            raise IntegrationError(msg)
-        is_rank = plugin is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        has_accelerator = torch.accelerator.is_available()
-        if is_rank and is_first and not has_accelerator:
-            if not (kwargs.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")):
-                warn_user(
-                    "no accelerator was found, so the ranks train on the CPU. If that is meant, "
-                    "pass Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true.",
-                    is_first_rank=os.environ.get("RANK", "0") == "0",
-                )
-            kwargs["cpu"] = True  # Otherwise each rank silently trains its own model.
-        original(self, *args, **kwargs)
-        if plugin is None or not is_first:
-            return
-        if is_rank and self.distributed_type == DistributedType.NO:
-            cause = (
-                "LOCAL_RANK is not set. Start the script by torchrun or accelerate launch, or set "
-                "it to the number of this rank on its host."
-                if has_accelerator and "LOCAL_RANK" not in os.environ
-                else "a PartialState was made before that found no accelerator. Make the "
-                "Accelerator first, or set ACCELERATE_USE_CPU=true."
-            )
-            msg = f"Accelerate takes this rank for a run of its own, since {cause}"
-            raise IntegrationError(msg)
-        if self.distributed_type == DistributedType.XLA:
-            msg = (
-                "Accelerate shards models on XLA devices by torch_xla, not by FSDP2. Leave the "
-                "plugin out, and call shardkit.fully_shard on the model."
-            )
-            raise IntegrationError(msg)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.FSDP
-            if self.mixed_precision != "no":
-                plugin.set_mixed_precision(self.mixed_precision)
-            self.fsdp_plugin = plugin
-            accelerate.state.PartialState._shared_state["distributed_type"] = self.distributed_type
-
-    return __init__
+        kwargs["cpu"] = True  # Otherwise each rank silently trains its own model.
+    original(self, *args, **kwargs)
+    if plugin is None or not is_first:
+        return
+    if is_rank and self.distributed_type == DistributedType.NO:
+        cause = (
+            "LOCAL_RANK is not set. Start the script by torchrun or accelerate launch, or set "
+            "it to the number of this rank on its host."
+            if has_accelerator and "LOCAL_RANK" not in os.environ
+            else "a PartialState was made before that found no accelerator. Make the "
+            "Accelerator first, or set ACCELERATE_USE_CPU=true."
+        )
+        msg = f"Accelerate takes this rank for a run of its own, since {cause}"
+        raise IntegrationError(msg)
+    if self.distributed_type == DistributedType.XLA:
+        msg = (
+            "Accelerate shards models on XLA devices by torch_xla, not by FSDP2. Leave the "
+            "plugin out, and call shardkit.fully_shard on the model."
+        )
+        raise IntegrationError(msg)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.FSDP
+        if self.mixed_precision != "no":
+            plugin.set_mixed_precision(self.mixed_precision)
+        self.fsdp_plugin = plugin
+        accelerate.state.PartialState._shared_state["distributed_type"] = self.distributed_type
 
 
-def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
+def _also_sharded(original: Callable[..., Any], self: Any, *args: Any) -> Any:
     """Wrap the preparation of models: sharded ones stay, and so do their optimizers' parameters.
 
     Accelerate finds an optimizer's new parameters by memory addresses, which sharded ones lack.
     """
-
-    @functools.wraps(original)
-    def prepare(self: Any, *args: Any) -> Any:
-        models = [each for each in args if isinstance(each, nn.Module)]
-        if not any(isinstance(m, FSDPModule) for model in models for m in model.modules()):
-            with tied_modules_together(models, torch.distributed.fsdp):
-                prepared = original(self, *args)
-            _note_for_transformers(prepared)
-            _step_pieces(prepared)
-            return prepared
-        [model] = models  # Accelerate has refused several models.
-        whole: Any = model._orig_mod if is_compiled_module(model) else model
-        if not isinstance(whole, FSDPModule):
-            msg = (
-                f"parts of this {type(model).__name__} are sharded, and the whole is not. Call "
-                f"fully_shard on it, too, or leave all of it to Accelerator.prepare."
-            )
-            raise IntegrationError(msg)
-        if self.state.fsdp_plugin.activation_checkpointing:
-            msg = (
-                "Accelerate is asked for activation_checkpointing, and the model is sharded "
-                "already, too late for that. Leave out the setting, and call "
-                "shardkit.checkpoint_activations(model) before fully_shard."
-            )
-            raise IntegrationError(msg)
-        _note_for_transformers(models)
-        self._models.append(model)
-        for first_pass in (True, False):
-            args = tuple(
-                each if each is model else self._prepare_one(each, first_pass=first_pass)
-                for each in args
-            )
-        _step_pieces(args)
-        return args
-
-    return prepare
+    models = [each for each in args if isinstance(each, nn.Module)]
+    if not any(isinstance(m, FSDPModule) for model in models for m in model.modules()):
+        with tied_modules_together(models, torch.distributed.fsdp):
+            prepared = original(self, *args)
+        _note_for_transformers(prepared)
+        _step_pieces(prepared)
+        return prepared
+    [model] = models  # Accelerate has refused several models.
+    whole: Any = model._orig_mod if is_compiled_module(model) else model
+    if not isinstance(whole, FSDPModule):
+        msg = (
+            f"parts of this {type(model).__name__} are sharded, and the whole is not. Call "
+            f"fully_shard on it, too, or leave all of it to Accelerator.prepare."
+        )
+        raise IntegrationError(msg)
+    if self.state.fsdp_plugin.activation_checkpointing:
+        msg = (
+            "Accelerate is asked for activation_checkpointing, and the model is sharded "
+            "already, too late for that. Leave out the setting, and call "
+            "shardkit.checkpoint_activations(model) before fully_shard."
+        )
+        raise IntegrationError(msg)
+    _note_for_transformers(models)
+    self._models.append(model)
+    for first_pass in (True, False):
+        args = tuple(
+            each if each is model else self._prepare_one(each, first_pass=first_pass)
+            for each in args
+        )
+    _step_pieces(args)
+    return args
 
 
-def _with_own_state(original: Callable[..., None]) -> Callable[..., None]:
+def _with_own_state(
+    original: Callable[..., None], optimizer: Any, mapping: Mapping[int, nn.Parameter]
+) -> None:
     """Wrap what gives an optimizer its new parameters: cut the state that it has, as Adagrad's.
 
     The keys of state are right: parameters are the same objects. Versions after 1.15 look for them
     by the addresses that parameters had.
     """
-
-    @functools.wraps(original)
-    def switch(optimizer: Any, mapping: Mapping[int, nn.Parameter]) -> None:
-        inner = optimizer.optimizer
-        state, inner.state = inner.state, {}
-        try:
-            original(optimizer, mapping)
-        finally:
-            inner.state = state
-        cut_whole_state(inner)
-
-    return switch
+    inner = optimizer.optimizer
+    state, inner.state = inner.state, {}
+    try:
+        original(optimizer, mapping)
+    finally:
+        inner.state = state
+    cut_whole_state(inner)
 
 
-def _keep_unsplit(original: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_unsplit(original: Callable[..., Any], self: Any, *args: Any) -> Any:
     """Wrap the preparation for tensor parallelism: parameters that are not split stay plain.
 
     Accelerate makes DTensors of them, by a class that transformers 5 does not have. FSDP2 needs
     that for norms of all parameters, and shardkit does not.
     """
-
-    @functools.wraps(original)
-    def prepare(self: Any, *args: Any) -> Any:
-        if not self.is_fsdp2:
-            return original(self, *args)
-        models = [each for each in args if isinstance(each, nn.Module)]
-        params = [param for model in models for param in model.parameters()]
-        if params and not any(isinstance(param, DTensor) for param in params):
-            warn_user(
-                f"tp_size={self.parallelism_config.tp_size}, and the model has no DTensors: ranks "
-                f"of 'tp' compute the same. Call torch's parallelize_module(model, "
-                f"accelerator.torch_device_mesh['tp'], ...) before prepare.",
-                is_first_rank=self.is_main_process,
-            )
-        return args
-
-    return prepare
+    if not self.is_fsdp2:
+        return original(self, *args)
+    models = [each for each in args if isinstance(each, nn.Module)]
+    params = [param for model in models for param in model.parameters()]
+    if params and not any(isinstance(param, DTensor) for param in params):
+        warn_user(
+            f"tp_size={self.parallelism_config.tp_size}, and the model has no DTensors: ranks "
+            f"of 'tp' compute the same. Call torch's parallelize_module(model, "
+            f"accelerator.torch_device_mesh['tp'], ...) before prepare.",
+            is_first_rank=self.is_main_process,
+        )
+    return args
 
 
 def _step_pieces(prepared: Iterable[Any]) -> None:
@@ -392,32 +371,27 @@ def _note_for_transformers(prepared: Iterable[Any]) -> None:
             vars(module)["_is_fsdp_managed_module"] = True
 
 
-def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+def _only_groups(original: Callable[..., Any], plugin: Any, model: nn.Module) -> Any:
     """Wrap the choice of modules: some that Accelerate's policies choose cannot be groups.
 
     Lists of modules may be large but are not called. Embeddings, the head and the norm before it
     become groups after all others (from 1.14 on), so no module around them can be a group.
     """
+    policy = original(plugin, model)
+    if policy is None:
+        return None
+    # Before 1.14 there is no such function, since the norm belongs to the root.
+    find_norm = getattr(accelerate.utils.fsdp_utils, "_find_final_norm", lambda _: None)
+    ends = {find_norm(model)}
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        ends.add(getattr(model, getter, lambda: None)())
 
-    @functools.wraps(original)
-    def choose(plugin: Any, model: nn.Module) -> Any:
-        policy = original(plugin, model)
-        if policy is None:
-            return None
-        # Before 1.14 there is no such function, since the norm belongs to the root.
-        find_norm = getattr(accelerate.utils.fsdp_utils, "_find_final_norm", lambda _: None)
-        ends = {find_norm(model)}
-        for getter in ("get_input_embeddings", "get_output_embeddings"):
-            ends.add(getattr(model, getter, lambda: None)())
+    def is_group(module: nn.Module) -> bool:
+        if type(module).forward is nn.Module.forward or not policy(module):
+            return False
+        return module in ends or ends.isdisjoint(module.modules())
 
-        def is_group(module: nn.Module) -> bool:
-            if type(module).forward is nn.Module.forward or not policy(module):
-                return False
-            return module in ends or ends.isdisjoint(module.modules())
-
-        return is_group
-
-    return choose
+    return is_group
 
 
 def _load_full_state_dict(

@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardkit._compat.once import wrap
 from shardkit._errors import IntegrationError
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.materialize import materialize
@@ -271,16 +272,10 @@ class ShardkitStrategy(_Sharding, TrainerModelParallel):
         return _no_sync(self.model)
 
 
-def _also_shardkit(original: Callable[[object], bool]) -> Callable[[object], bool]:
+def _also_shardkit(original: Callable[[object], bool], module: object) -> bool:
     """Make Lightning's checkpoint functions treat sharded modules as distributed ones."""
-
-    def has_distributed_parameters(module: object) -> bool:
-        if isinstance(module, nn.Module) and _roots_in(module):
-            return True
-        return original(module)
-
-    return has_distributed_parameters
+    return (isinstance(module, nn.Module) and bool(_roots_in(module))) or original(module)
 
 
 # Functions that the strategies above inherit call it. For other strategies nothing changes.
-fabric_module._has_dtensor_modules = _also_shardkit(fabric_module._has_dtensor_modules)
+wrap(fabric_module, "_has_dtensor_modules", _also_shardkit)

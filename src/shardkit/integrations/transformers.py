@@ -87,10 +87,7 @@ def _shard_tied(used: Installed, mixin: Any) -> None:
     with replacing("transformers"):
         from transformers.distributed import fsdp
 
-        original = mixin.apply_fully_sharded_data_parallelism
-
-        @functools.wraps(original)
-        def shard(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        def shard(original: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             if getattr(model, "is_quantized", False) and not _is_dequantized(model.config):
                 msg = (
                     f"from_pretrained(distributed_config=...) loads a quantized "
@@ -103,7 +100,7 @@ def _shard_tied(used: Installed, mixin: Any) -> None:
                 sharded: nn.Module = original(model, *args, **kwargs)
             return sharded
 
-        used.replace(mixin, original.__name__, shard)
+        used.wrap(mixin, "apply_fully_sharded_data_parallelism", shard)
 
 
 def _is_dequantized(config: Any) -> bool:
@@ -123,17 +120,15 @@ def _save_pieces(used: Installed, checkpoint: Any) -> None:
 def _keep_missing(used: Installed, modeling: Any) -> None:
     """Let sharded parameters that the files lack stay; transformers then initializes them."""
     with replacing("transformers"):
-        original = modeling._load_parameter_into_model
 
-        @functools.wraps(original)
-        def load(model: Any, param_name: str, tensor: Tensor) -> None:
+        def load(original: Any, model: Any, param_name: str, tensor: Tensor) -> None:
             param = _held(model, param_name)
             if isinstance(param, ShardedTensor) and isinstance(tensor, ShardedTensor):
                 param.replace_piece(tensor.local_piece)
             else:
                 original(model, param_name, tensor)
 
-        used.replace(modeling, original.__name__, load)
+        used.wrap(modeling, "_load_parameter_into_model", load)
 
 
 def _held(model: nn.Module, name: str) -> Any:
@@ -152,9 +147,8 @@ def _read_pieces(used: Installed, loading: Any) -> None:
             return _PieceOperation(param) if isinstance(param, ShardedTensor) else operation(param)
 
         used.replace(loading, operation.__name__, choose)
-        used.replace(transform, "materialize_tensors", _reading(transform.materialize_tensors))
-        set_param = loading.set_param_for_module
-        used.replace(loading, set_param.__name__, _setting(set_param))
+        used.wrap(transform, "materialize_tensors", _reading)
+        used.wrap(loading, "set_param_for_module", _setting)
 
 
 class Stored:
@@ -230,26 +224,21 @@ def _own(piece: Tensor) -> Tensor:
 # --- conversions ----------------------------------------------------------------------------------
 
 
-def _reading(original: Callable[..., dict[str, list[Any]]]) -> Callable[..., dict[str, list[Any]]]:
+def _reading(original: Callable[..., dict[str, list[Any]]], self: Any) -> dict[str, list[Any]]:
     """Wrap what collects a conversion's tensors: those of sharded parameters are read now."""
-
-    @functools.wraps(original)
-    def materialize_tensors(self: Any) -> dict[str, list[Any]]:
-        collected = original(self)
-        stored = [each for tensors in collected.values() for each in tensors]
-        is_converted = hasattr(self, "operations")  # Otherwise its piece has been read.
-        if not is_converted or not any(isinstance(each, Stored) for each in stored):
-            return collected
-        spec = stored[0].spec
-        rows = _rows_to_convert(self, spec, collected)
-        if rows is None:
-            return {key: [each.read() for each in tensors] for key, tensors in collected.items()}
-        _rows_read[spec] = rows
-        if _are_rows(spec, stored):
-            return {key: [each.read() for each in ts[rows]] for key, ts in collected.items()}
-        return {key: [each.read(rows) for each in ts] for key, ts in collected.items()}
-
-    return materialize_tensors
+    collected = original(self)
+    stored = [each for tensors in collected.values() for each in tensors]
+    is_converted = hasattr(self, "operations")  # Otherwise its piece has been read.
+    if not is_converted or not any(isinstance(each, Stored) for each in stored):
+        return collected
+    spec = stored[0].spec
+    rows = _rows_to_convert(self, spec, collected)
+    if rows is None:
+        return {key: [each.read() for each in tensors] for key, tensors in collected.items()}
+    _rows_read[spec] = rows
+    if _are_rows(spec, stored):
+        return {key: [each.read() for each in ts[rows]] for key, ts in collected.items()}
+    return {key: [each.read(rows) for each in ts] for key, ts in collected.items()}
 
 
 _rows_read: weakref.WeakKeyDictionary[ShardSpec, slice] = weakref.WeakKeyDictionary()
@@ -296,43 +285,41 @@ def _are_rows(spec: ShardSpec, tensors: list[Stored]) -> bool:
 # --- setting --------------------------------------------------------------------------------------
 
 
-def _setting(original: Callable[..., None]) -> Callable[..., None]:
+def _setting(
+    original: Callable[..., None],
+    model: Any,
+    target_name: str,
+    param_value: Any,
+    loading_info: Any,
+    hf_quantizer: Any,
+) -> None:
     """Wrap what sets a parameter: a sharded one stays, and takes this rank's piece."""
-
-    @functools.wraps(original)
-    def set_param_for_module(
-        model: Any, target_name: str, param_value: Any, loading_info: Any, hf_quantizer: Any
-    ) -> None:
-        param = _held(model, target_name)
-        if not isinstance(param, ShardedTensor):
-            original(model, target_name, param_value, loading_info, hf_quantizer)
-            return
-        loading_info.missing_keys.discard(target_name)
-        rows = _rows_read.pop(param.spec, None)
-        num_rows = param.shape[:1] if rows is None else (rows.stop - rows.start,)
-        if isinstance(param_value, Stored):
-            piece = param_value.piece
-        elif param_value.shape == (*num_rows, *param.shape[1:]):
-            spec = param.spec
-            piece = _own(
-                spec.slice_full(param_value) if rows is None else spec.piece_in(param_value)
-            )
-        else:
-            piece = None
-        if piece is None:
-            loading_info.mismatched_keys.add((target_name, param_value.shape, param.shape))
-            return
-        # A second name of a tied parameter was set before.
-        if not param.is_meta and not torch.equal(param.to_local().detach(), piece):
-            warn_user(
-                f"{target_name} is tied to another weight, and the files have different values for "
-                f"them. Those of {target_name} are taken. For separate weights pass "
-                f"tie_word_embeddings=False."
-            )
-        param.replace_piece(piece)
-        param._is_hf_initialized = True  # type: ignore[attr-defined]
-
-    return set_param_for_module
+    param = _held(model, target_name)
+    if not isinstance(param, ShardedTensor):
+        original(model, target_name, param_value, loading_info, hf_quantizer)
+        return
+    loading_info.missing_keys.discard(target_name)
+    rows = _rows_read.pop(param.spec, None)
+    num_rows = param.shape[:1] if rows is None else (rows.stop - rows.start,)
+    if isinstance(param_value, Stored):
+        piece = param_value.piece
+    elif param_value.shape == (*num_rows, *param.shape[1:]):
+        spec = param.spec
+        piece = _own(spec.slice_full(param_value) if rows is None else spec.piece_in(param_value))
+    else:
+        piece = None
+    if piece is None:
+        loading_info.mismatched_keys.add((target_name, param_value.shape, param.shape))
+        return
+    # A second name of a tied parameter was set before.
+    if not param.is_meta and not torch.equal(param.to_local().detach(), piece):
+        warn_user(
+            f"{target_name} is tied to another weight, and the files have different values for "
+            f"them. Those of {target_name} are taken. For separate weights pass "
+            f"tie_word_embeddings=False."
+        )
+    param.replace_piece(piece)
+    param._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 catch_up("transformers")

@@ -23,13 +23,13 @@ import time
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
 from torch.distributed import run as agent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -44,9 +44,6 @@ __all__ = ["launch", "slurm_environment"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from typing import TextIO
-
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 # --- torchrun's options: from the command line, else a config file, else defaults -----------------

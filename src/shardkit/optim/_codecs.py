@@ -7,7 +7,6 @@ fp32, and encoded again when it is put back. If the blocks are the same, so are 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -19,9 +18,10 @@ from shardkit._compat import torch_autograd
 from shardkit._errors import OptimizerError
 from shardkit._params.state_dicts import leaves_of, map_leaves
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.device import own_random_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch.optim import Optimizer
 
@@ -77,24 +77,19 @@ def decode(codes: Tensor, table: Tensor, scales: Tensor, block_numel: int) -> Te
 
 # --- codecs ---------------------------------------------------------------------------------------
 
-_MIN_CODED_NUMEL = 4096
-"""Least size of a tensor that torchao and bitsandbytes encode."""
+_MIN_CODED_NUMEL = 4096  # Least size of a tensor that torchao and bitsandbytes encode.
 
 
 class Codec:
-    """The codec for optimizers that keep one number for each element.
+    """The codec for optimizers that keep one number for each element."""
 
-    Attributes:
-        block_numel: Number of elements that share a scale; None: nothing is encoded.
-        min_numel: Least size of a parameter that is encoded.
-        is_known: Whether the entries of the state are known without a trial step.
-    """
-
+    # Number of elements that share a scale; None: nothing is encoded.
     block_numel: int | None = None
-    min_numel = 0
+    min_numel = 0  # Least size of a parameter that is encoded.
 
     def __init__(self, probe: Optimizer) -> None:
         self._name = type(probe).__name__
+        # Whether the entries of the state are known without a trial step.
         self.is_known = type(probe).__module__.startswith("torch.optim.")
 
     def show(self, entries: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
@@ -255,19 +250,6 @@ def fresh_state(
         torch_autograd.step_without_global_hooks(made)
     found: dict[str, Any] = made.state[scratch]
     return found
-
-
-@contextlib.contextmanager
-def own_random_numbers(device: torch.device, seed: int | None = None) -> Iterator[None]:
-    """Draw inside from `seed`, if there is one, without a change of the users' generators."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    devices = [] if module is None else [module.current_device()]
-    with torch.random.fork_rng(devices, device_type="cuda" if module is None else device.type):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-            if module is not None:
-                module.manual_seed(seed)
-        yield
 
 
 def is_number(value: object) -> bool:

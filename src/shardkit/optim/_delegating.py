@@ -71,8 +71,7 @@ class DelegatingOptimizer(Optimizer, ABC):
             optimizer, one for one, with other ``params``.
     """
 
-    _shown: State | None = None
-    """The value of `state`; None: it must be made from the inner state."""
+    _shown: State | None = None  # The value of `state`; None: it must be made from the inner state.
     _as_shown: State | None = None
     """The original entries of `_shown`; None: those of the inner optimizer differ."""
     _copies: list[tuple[Tensor, int]]

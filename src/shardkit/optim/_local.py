@@ -15,7 +15,8 @@ from shardkit._params.state_dicts import STATE_NUMBERS, leaves_of, map_leaves
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import memory_of, writing_only
-from shardkit.optim._codecs import codec_of, fresh_state, is_number, own_random_numbers
+from shardkit.backends.device import own_random_numbers
+from shardkit.optim._codecs import Codec, codec_of, fresh_state, is_number
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._refusals import check_class, check_options
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
-
-    from shardkit.optim._codecs import Codec
 
 
 # --- random numbers alike on replicas -------------------------------------------------------------
@@ -79,8 +78,7 @@ def check_copies(params: Iterable[Any]) -> None:
 # (on a single rank, which reduces nothing) each piece is a run: copying the gradients would cost
 # more than another kernel.
 
-MASTER = "master"
-"""Name of masters in the state of parameters."""
+MASTER = "master"  # Name of masters in the state of parameters.
 
 
 @dataclass(slots=True, eq=False)

@@ -18,15 +18,13 @@ from shardkit._tensor.written_values import Mark, memory_of, writing_only
 from shardkit._text import NotOfKindError, byte_size
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
-from shardkit.optim._owners import Gathering, Scattering, make_owner_groups, matrix_cost
+from shardkit.optim._owners import Gathering, OwnerGroup, Scattering, make_owner_groups, matrix_cost
 from shardkit.optim._refusals import check_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
-
-    from shardkit.optim._owners import OwnerGroup
 
 
 # --- state as all ranks see it --------------------------------------------------------------------
@@ -111,26 +109,21 @@ def _of_matrix(leaf: Any, number: int, lead: int) -> Any:
 
 
 class OwnedParams:
-    """The parameters of an owner group that belong to this rank.
-
-    Attributes:
-        group: The group.
-        wholes: Whole parameters that belong to this rank, by index.
-        stepped_as: Tensors that the inner optimizer steps for each of them: the whole, or views of
-            it.
-        stepped: Indices of parameters that have been stepped, on any rank: these have state.
-    """
+    """The parameters of an owner group that belong to this rank."""
 
     def __init__(self, group: OwnerGroup, *, stacks: bool) -> None:
-        self.group = group
+        self.group = group  # The group.
         self._stacks = stacks
+        # Indices of parameters that have been stepped, on any rank: these have state.
         self.stepped: set[int] = set()
         # Separate memory with its own version counter, until values are gathered.
+        # Whole parameters that belong to this rank, by index.
         self.wholes = {
             index: nn.Parameter(param.local_piece.new_empty(tuple(param.shape)))
             for index, (param, owner) in enumerate(zip(group.params, group.owners, strict=True))
             if owner == group.me
         }
+        # Tensors that the inner optimizer steps for each of them: the whole, or views of it.
         self.stepped_as: dict[int, list[nn.Parameter]] = {
             index: [nn.Parameter(each) for each in _matrices(whole)]
             if self._is_stack(index)

@@ -19,7 +19,7 @@ from shardkit._errors import OptimizerError
 from shardkit._layout import Box, FlatLayout, Part
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import ShardSpec
-from shardkit.backends.base import AllToAll
+from shardkit.backends.base import AllToAll, PeerAxis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._tensor.sharded import ShardedTensor
-    from shardkit.backends.base import PeerAxis
 
     Cost = Callable[[tuple[int, ...]], float]
 

@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _ROUNDING = 512
-_SMALL = _MIB
-"""Blocks up to this size come from segments of their own, of 2 MiB each."""
-_MEDIUM = 10 * _MIB
-"""Smaller ones come from segments of 20 MiB."""
-_CHUNK = 32 * _MIB
-"""The driver gives out addresses from chunks, each below the one before."""
+_SMALL = _MIB  # Blocks up to this size come from segments of their own, of 2 MiB each.
+_MEDIUM = 10 * _MIB  # Smaller ones come from segments of 20 MiB.
+_CHUNK = 32 * _MIB  # The driver gives out addresses from chunks, each below the one before.
 
 
 @dataclass(slots=True, eq=False)
@@ -40,14 +37,10 @@ class _Block:
 
 
 class _CachingAllocator:
-    """The allocator of one stream with its default settings (torch 2.9 to 2.13).
-
-    Attributes:
-        reserved: Bytes of all segments. None is given back.
-    """
+    """The allocator of one stream with its default settings (torch 2.9 to 2.13)."""
 
     def __init__(self) -> None:
-        self.reserved = 0
+        self.reserved = 0  # Bytes of all segments. None is given back.
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         self._bottom = 0
         self._gaps: list[tuple[int, int]] = []

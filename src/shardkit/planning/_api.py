@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardkit._errors import ConfigError
 from shardkit._module.checks import check_kinds, checked_ignored, find_params
@@ -18,10 +18,6 @@ from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.planning._plan import RunPlan, plan_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
     from shardkit._mesh import DeviceMesh
 
 OPTIMIZERS: dict[str, Any] = {

@@ -51,14 +51,10 @@ _SUMS = frozenset(
 
 
 class Autocast:
-    """Autocast on meta, as on a device.
-
-    Args:
-        device_type: Type of the device.
-    """
+    """Autocast on meta, as on a device."""
 
     def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+        self._device_type = device_type  # Type of the device.
         self._casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def on_meta(self) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardkit._events import observed_by
 from shardkit._module.fully_shard import fully_shard
 from shardkit.backends import init_device_mesh
-from shardkit.backends.base import Gather, Reduction
+from shardkit.backends.base import AxisComm, CommStreams, Gather, Handle, ReduceHandle, Reduction
 from shardkit.backends.device import use_own_device
 from shardkit.planning._meter import MemoryMeter
 from shardkit.planning._profile import Curve, HardwareProfile, Route
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardkit._mesh import DeviceMesh
-    from shardkit.backends.base import AxisComm, CommStreams, Handle, ReduceHandle
 
 _ROUNDS = 10
 _WINDOW_S = 0.01
@@ -177,8 +176,7 @@ class _Clock:
 
 # --- compute --------------------------------------------------------------------------------------
 
-_Points = list[tuple[float, _Probe]]
-"""Work of a call (operations or bytes), and its probe."""
+_Points = list[tuple[float, _Probe]]  # Work of a call (operations or bytes), and its probe.
 
 
 def _rates(points: _Points) -> Curve:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -22,13 +22,9 @@ from shardkit._errors import ConfigError
 from shardkit._settings import MixedPrecisionPolicy
 from shardkit._text import nearest
 from shardkit.backends.device import accelerator_type
-from shardkit.config import from_config
+from shardkit.config import Config, from_config
 from shardkit.planning._api import plan
 from shardkit.planning._kernels import switch_cache_off
-
-if TYPE_CHECKING:
-    from shardkit.config import Config
-
 
 # --- what is written on the command line ----------------------------------------------------------
 

@@ -24,15 +24,12 @@ AS_LARGE_AS_INPUT = frozenset(
 )
 """Operators whose result is smaller than the first input, and keeps as much memory."""
 _HALF, _FP32_NBYTES = 2, 4
-_BLOCK = 16
-"""oneDNN computes convolutions with blocks of so many channels."""
+_BLOCK = 16  # oneDNN computes convolutions with blocks of so many channels.
 _COLUMNS = 3
 """The most columns of a kernel for which oneDNN computes channels of their own without blocks."""
-_FEW = 4
-"""oneDNN leaves images with fewer channels as they are."""
+_FEW = 4  # oneDNN leaves images with fewer channels as they are.
 _SMALL = 1024
-_MAX = 2
-"""Mode of an embedding bag."""
+_MAX = 2  # Mode of an embedding bag.
 
 
 class _Call(NamedTuple):

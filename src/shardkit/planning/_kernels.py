@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_HEAD_DIMS = range(0, 257, 8)
-"""Head dims of flash attention on CUDA."""
+_HEAD_DIMS = range(0, 257, 8)  # Head dims of flash attention on CUDA.
 
 
 def fused_attention(cast: Callable[[Any], Any], *, on_cpu: bool) -> AbstractContextManager[object]:
@@ -155,8 +154,7 @@ def has_gaps(matrices: Tensor) -> bool:
     return not by_rows and not (down == 1 and right >= max(rows, 1))
 
 
-_NUM_PROCESSORS, _THREADS_OF_PROCESSOR = 132, 2048
-"""Of the H100 and the H200."""
+_NUM_PROCESSORS, _THREADS_OF_PROCESSOR = 132, 2048  # Of the H100 and the H200.
 _REDUCTIONS = frozenset({"sum", "mean", "linalg_vector_norm"})
 ATTENTION = "_scaled_dot_product_"
 

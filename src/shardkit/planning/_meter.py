@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit._compat.torch_autograd import is_from_engine
-from shardkit._events import StepObserver
+from shardkit._events import StepEvent, StepObserver
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
@@ -26,8 +26,6 @@ from shardkit.planning._kernels import flops_of, kernel_of, scratch_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from shardkit._events import StepEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -94,42 +92,29 @@ def _nothing(tensor: Tensor) -> Tensor:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Records memory and collectives of the code that runs inside of it.
-
-    Args:
-        on_cpu: Whether the memory is the CPU's.
-        is_timed: Whether operators are recorded.
-
-    Attributes:
-        memories: Records of all memory, in the order of birth.
-        collectives: Records of the collectives of the step, in the order of issue.
-        operators: Records of its operators that compute, in order, if `is_timed`.
-        events: Events that the core reported in it.
-        observer: Observer that delivers the events, for `observed_by`; its times are positions.
-        position: Number of allocations and frees so far.
-        begin: Position at which the step began.
-        modules: Names of the modules whose forward is under way, the innermost last.
-        in_torch_optim: Whether the optimizer that steps is one of torch.
-        failed: Name of the module in which an operator raised; None: none did.
-        padding_nbytes: Bytes of the rank's shards that belong to no parameter.
-        param_dtypes: Names of the dtypes of parameters.
-    """
+    """Records memory and collectives of the code that runs inside of it."""
 
     def __init__(self, *, on_cpu: bool, is_timed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_cpu = on_cpu
-        self._is_timed = is_timed
-        self.memories: list[HeldMemory] = []
+        self._on_cpu = on_cpu  # Whether the memory is the CPU's.
+        self._is_timed = is_timed  # Whether operators are recorded.
+        self.memories: list[HeldMemory] = []  # Records of all memory, in the order of birth.
+        # Records of the collectives of the step, in the order of issue.
         self.collectives: list[IssuedCollective] = []
+        # Records of its operators that compute, in order, if they are recorded.
         self.operators: list[Operator] = []
-        self.events: list[StepEvent] = []
+        self.events: list[StepEvent] = []  # Events that the core reported in it.
+        # Observer that delivers the events, for `observed_by`; its times are positions.
         self.observer = StepObserver(self._told, lambda: float(self.position))
-        self.position = self.begin = 0
+        self.position = 0  # Number of allocations and frees so far.
+        self.begin = 0  # Position at which the step began.
+        # Names of the modules whose forward is under way, the innermost last.
         self.modules: list[str] = []
-        self.in_torch_optim = False
+        self.in_torch_optim = False  # Whether the optimizer that steps is one of torch.
+        # Name of the module in which an operator raised; None: none did.
         self.failed: str | None = None
-        self.padding_nbytes = 0
-        self.param_dtypes: tuple[str, ...] = ()
+        self.padding_nbytes = 0  # Bytes of the rank's shards that belong to no parameter.
+        self.param_dtypes: tuple[str, ...] = ()  # Names of the dtypes of parameters.
         self._alive: dict[int, tuple[HeldMemory | None, Any]] = {}
         self._taken: defaultdict[str, list[HeldMemory]] = defaultdict(list)
         self._spare: defaultdict[int, deque[HeldMemory]] = defaultdict(deque)

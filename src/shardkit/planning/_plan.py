@@ -6,19 +6,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardkit._events import edges_of
+from shardkit._events import StepEvent, edges_of
 from shardkit._text import shown_nbytes
 from shardkit.planning._allocator import reserved_nbytes
-from shardkit.planning._time import time_of
+from shardkit.planning._time import StepTime, time_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shardkit._events import StepEvent
     from shardkit.planning._meter import HeldMemory, IssuedCollective, MemoryMeter
     from shardkit.planning._profile import HardwareProfile
     from shardkit.planning._run import Run
-    from shardkit.planning._time import StepTime
 
 _NUM_OWNERS = 10
 _NUM_INSTANTS = 8

@@ -167,8 +167,7 @@ def _folder() -> Any:
 
 
 _OPS = ("all_gather", "reduce_scatter", "all_reduce")
-_MOST = 1e300
-"""Bound of all numbers in profiles, so that they are finite."""
+_MOST = 1e300  # Bound of all numbers in profiles, so that they are finite.
 _COSTS = ("operator_s", "sharded_operator_s", "group_s", "kernel_s")
 
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,6 @@ from shardkit.planning._meter import MemoryMeter
 from shardkit.planning._recurrent import recurrent_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardkit._mesh import DeviceMesh
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

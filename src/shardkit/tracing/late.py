@@ -39,12 +39,20 @@ import math
 import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, LINK, OPTIMIZER, seconds_by
+from shardkit.tracing.exposed import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    HOST,
+    LINK,
+    OPTIMIZER,
+    TimeSlice,
+    seconds_by,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardkit.tracing.exposed import TimeSlice
 
 WINDOW = 5
 _LEAST, _LEAST_S = 0.02, 0.001
@@ -120,8 +128,7 @@ def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
     return sorted(found, key=lambda late: -late.seconds * late.num_steps)
 
 
-_Seconds = dict[tuple[int, str, str], float]
-"""Seconds of a rank by step, phase and group."""
+_Seconds = dict[tuple[int, str, str], float]  # Seconds of a rank by step, phase and group.
 
 
 def _own_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardkit._errors import StateError
 from shardkit.tracing.exposed import COMPUTE
 from shardkit.tracing.picture import LOOKS, chosen_ranks, color_key
-from shardkit.tracing.trace import memory_of
+from shardkit.tracing.trace import Trace, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from shardkit.tracing.trace import Trace
 
 _MAX_EVENTS = 150_000
 _NUM_PARTS = 1000
@@ -138,8 +137,7 @@ def _parts(trace: Trace, rank: int, start: float, end: float) -> str:
     return base64.b64encode(filled).decode()
 
 
-_Row = tuple[float, float, int, int, str]
-"""Begin, end, lane, key and name of one item on the page."""
+_Row = tuple[float, float, int, int, str]  # Begin, end, lane, key and name of one item on the page.
 
 
 def _planned_row(

@@ -9,13 +9,12 @@ import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
-from shardkit.tracing.trace import memory_of
+from shardkit.tracing.trace import Trace, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shardkit.tracing.trace import Trace
 
 _LANES = ("steps", "compute", "waits and causes", "gathers", "reductions")
 _LANE_OF = {"pass": 0, "compute": 1, "gather": 3, "reduce_scatter": 4, "all_reduce": 4}

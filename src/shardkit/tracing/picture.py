@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardkit._errors import StateError
 from shardkit.tracing.exposed import COMPUTE, DATA, HOST, LINK, NETWORK, OPTIMIZER, OUTSIDE
-from shardkit.tracing.trace import memory_of
+from shardkit.tracing.trace import Trace, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from shardkit.tracing.trace import Trace
 
 LOOKS = {
     COMPUTE: ("#4c78a8", "compute of groups"),

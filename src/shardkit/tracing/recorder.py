@@ -224,12 +224,7 @@ def _name_of_run(store: Any, key: str, rank: int, failure: str) -> str:
 def axes_of(
     groups: Iterable[ParamGroup], known: Mapping[str, list[int]] = MappingProxyType({})
 ) -> dict[str, list[int]]:
-    """Return the ranks of axes by their names in events; axes with the same name are left out.
-
-    Args:
-        groups: Groups that communicate over the axes.
-        known: Other axes.
-    """
+    """Return the ranks of axes by their names in events; axes with the same name are left out."""
     found = {name: {tuple(ranks)} for name, ranks in known.items()}
 
     def add(name: str, ranks: Iterable[int]) -> None:

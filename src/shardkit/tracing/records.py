@@ -20,7 +20,7 @@ import itertools
 import json
 import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from shardkit._events import StepEvent
 from shardkit.tracing.clocks import Clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 _VERSION = 2

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit._errors import StateError
-from shardkit.tracing.exposed import Waits, seconds_by, slices_of
-from shardkit.tracing.late import late_ranks
-from shardkit.tracing.records import read_folder
+from shardkit.tracing.exposed import TimeSlice, Waits, seconds_by, slices_of
+from shardkit.tracing.late import LateRank, late_ranks
+from shardkit.tracing.records import RankRecord, read_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from shardkit._events import StepEvent
-    from shardkit.tracing.exposed import TimeSlice
-    from shardkit.tracing.late import LateRank
-    from shardkit.tracing.records import RankRecord
 
 
 class Share(NamedTuple):

@@ -23,12 +23,11 @@ from shardkit._errors import CheckpointError
 from shardkit.checkpoint import FullFile, consolidate, load_full
 from shardkit.checkpoint._files import formats
 from shardkit.checkpoint._files.disk import TensorInfo
-from shardkit.checkpoint._files.formats import FullWriter, parse_size
+from shardkit.checkpoint._files.formats import Format, FullWriter, parse_size
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from shardkit.checkpoint._files.formats import Format
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),

@@ -10,7 +10,7 @@ import typing
 
 import pytest
 import torch
-from recorded import Recorded
+from recorded import Recorded, fail
 from step_lists import (
     BACKWARD,
     FIRST_FORWARD,
@@ -86,12 +86,6 @@ def test_a_step_after_an_exception_is_a_usual_one() -> None:
     # The order is learnt anew; the models have been compared before.
     assert recorded.step() == ["wait 1", *FIRST_FORWARD[1:], *BACKWARD]
     assert recorded.step() == FORWARD + BACKWARD
-
-
-def fail(*_: object) -> None:
-    """Raise, as a hook."""
-    msg = "from a hook"
-    raise ValueError(msg)
 
 
 @pytest.mark.parametrize("batch_nbytes", [0, 2048, 1 << 20])

@@ -6,7 +6,7 @@ import typing
 
 import pytest
 import torch
-from recorded import Recorded, listed
+from recorded import MLP, Recorded, listed
 from step_lists import (
     BACKWARD,
     FIRST_FORWARD,
@@ -21,8 +21,6 @@ from shardkit import MixedPrecisionPolicy, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
-
-    from recorded import MLP
 
 
 # --- frozen parameters --------------------------------------------------------------------------

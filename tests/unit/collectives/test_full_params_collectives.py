@@ -7,15 +7,12 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models import GPT
 from recording import recording_mesh
 from shardkit import MixedPrecisionPolicy, apply_full, fully_shard, summon_full_params
 from shardkit._params.flat_store import FlatStore
-
-if typing.TYPE_CHECKING:
-    from torch import Tensor
 
 pytestmark = pytest.mark.helpers
 

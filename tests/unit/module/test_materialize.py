@@ -77,6 +77,24 @@ def assert_equal(model: nn.Module, plain: nn.Module) -> None:
             assert torch.equal(mine, expected), name
 
 
+def check_as_plain(
+    make: typing.Callable[[], typing.Any], shard: typing.Callable[[typing.Any], typing.Any]
+) -> typing.Any:
+    """Compare a model that `shard` makes with a plain one; return it."""
+    torch.manual_seed(3)
+    plain = make()
+    model = shard(make)
+    torch.manual_seed(3)
+    materialize(model)
+    assert_equal(model, plain)
+    return model
+
+
+def as_one_group(make: typing.Callable[[], typing.Any]) -> typing.Any:
+    mesh, _ = recording_mesh((RANKS,), rank=1)
+    return fully_shard(on_meta(make), mesh)
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 
@@ -98,13 +116,7 @@ def test_values_are_those_of_the_plain_construction(rank: int) -> None:
 
 
 def test_groups_have_no_influence_on_the_values() -> None:
-    torch.manual_seed(3)
-    plain = make_model()
-    mesh, _ = recording_mesh((RANKS,), rank=1)
-    model = fully_shard(on_meta(), mesh)
-    torch.manual_seed(3)
-    materialize(model)
-    assert_equal(model, plain)
+    check_as_plain(make_model, as_one_group)
 
 
 def test_a_plain_model_gets_the_same_values_in_place() -> None:
@@ -251,18 +263,12 @@ class Aliased(nn.Module):
         return x @ self.alias.T
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_module_that_holds_one_parameter_under_two_names(shard: bool) -> None:
-    torch.manual_seed(3)
-    plain = Aliased()
-    model = on_meta(Aliased)
-    if shard:
-        mesh, _ = recording_mesh((RANKS,), rank=1)
-        fully_shard(model, mesh)
-    torch.manual_seed(3)
-    materialize(model)
+@pytest.mark.parametrize("shard", [on_meta, as_one_group])
+def test_a_module_that_holds_one_parameter_under_two_names(
+    shard: typing.Callable[[typing.Any], typing.Any],
+) -> None:
+    model = check_as_plain(Aliased, shard)
     assert model.weight is model.alias
-    assert_equal(model, plain)
 
 
 def test_what_has_values_keeps_them() -> None:
@@ -337,13 +343,7 @@ class Lists(nn.Module):
 
 
 def test_containers_of_parameters_belong_to_their_module() -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(Lists())
-    mesh, _ = recording_mesh((2,))
-    model = fully_shard(on_meta(lambda: nn.Sequential(Lists())), mesh)
-    torch.manual_seed(3)
-    materialize(model)
-    assert_equal(model, plain)
+    check_as_plain(lambda: nn.Sequential(Lists()), as_one_group)
 
 
 class Language(nn.Module):
@@ -414,15 +414,7 @@ def sharded_alone(make: typing.Callable[[], typing.Any]) -> typing.Any:
 def test_a_transformer_is_initialized_as_by_its_constructor(
     shard: typing.Callable[[typing.Any], typing.Any],
 ) -> None:
-    def make() -> nn.Module:
-        return nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
-
-    torch.manual_seed(3)
-    plain = make()
-    model = shard(make)
-    torch.manual_seed(3)
-    materialize(model)
-    assert_equal(model, plain)
+    check_as_plain(lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True), shard)
 
 
 class Around(nn.Module):
@@ -475,17 +467,6 @@ class Parent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.first(x) + self.second(x))
-
-
-def check_as_plain(
-    make: typing.Callable[[], nn.Module], shard: typing.Callable[[typing.Any], typing.Any]
-) -> None:
-    torch.manual_seed(3)
-    plain = make()
-    model = shard(make)
-    torch.manual_seed(3)
-    materialize(model)
-    assert_equal(model, plain)
 
 
 @pytest.mark.parametrize("shard", [on_meta, sharded_alone])

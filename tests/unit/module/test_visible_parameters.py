@@ -8,7 +8,7 @@ import typing
 
 import pytest
 import torch
-from recorded import Recorded
+from recorded import Recorded, fail
 
 from shardkit import ShardedTensor
 
@@ -29,12 +29,6 @@ def in_state_dict(recorded: Recorded) -> list[str]:
 
 def in_parameters(recorded: Recorded) -> list[str]:
     return not_sharded(recorded.model.named_parameters())
-
-
-def fail(*_: object) -> None:
-    """Raise, as a hook."""
-    msg = "from a hook"
-    raise ValueError(msg)
 
 
 def test_between_steps_all_are_sharded() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import typing
 
-from shardkit._schedule import UnshardSchedule
+from shardkit._schedule import Action, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from shardkit._schedule import Action
 
 
 LAYERS = (1, 2, 3)

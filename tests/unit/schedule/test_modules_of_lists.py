@@ -9,10 +9,7 @@ import typing
 
 import pytest
 
-from shardkit._schedule import BackwardPrefetch, Op, UnshardSchedule
-
-if typing.TYPE_CHECKING:
-    from shardkit._schedule import Action
+from shardkit._schedule import Action, BackwardPrefetch, Op, UnshardSchedule
 
 SIZES = 100, 100, 1 << 19, 1 << 22
 Log = list[typing.Any]
@@ -20,25 +17,17 @@ Log = list[typing.Any]
 
 @dataclasses.dataclass
 class Drawn:
-    """A model whose forward visits groups in some order, and how its steps go.
+    """A model whose forward visits groups in some order, and how its steps go."""
 
-    Attributes:
-        num_groups: Number of groups without the root's, which has the next number.
-        lists: Groups of several modules.
-        passes: Groups that each pass visits, in order.
-        schedule_options: What users chose.
-        recompute: Whether a visit runs again before its backward; "alone" if its first forward had
-            no gradients, as in a reentrant checkpoint.
-        accumulate: Whether all passes of a step come before their backwards.
-    """
-
-    num_groups: int
-    lists: set[int]
-    passes: list[list[int]]
+    num_groups: int  # Number of groups without the root's, which has the next number.
+    lists: set[int]  # Groups of several modules.
+    passes: list[list[int]]  # Groups that each pass visits, in order.
     nbytes: list[int]
-    schedule_options: dict[str, typing.Any]
+    schedule_options: dict[str, typing.Any]  # What users chose.
+    # Whether a visit runs again before its backward; "alone" if its first forward had no gradients,
+    # as in a reentrant checkpoint.
     recompute: typing.Literal["no", "yes", "alone"]
-    accumulate: bool
+    accumulate: bool  # Whether all passes of a step come before their backwards.
 
 
 def draw_next(rng: random.Random, groups: range) -> dict[int, list[int]]:

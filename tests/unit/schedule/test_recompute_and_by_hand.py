@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typing
-
 from schedule_lines import (
     LAYERS,
     backward,
@@ -12,11 +10,7 @@ from schedule_lines import (
     trained,
 )
 
-from shardkit._schedule import UnshardSchedule
-
-if typing.TYPE_CHECKING:
-    from shardkit._schedule import Action
-
+from shardkit._schedule import Action, UnshardSchedule
 
 # --- recomputation (activation checkpointing) ---------------------------------------------------
 

@@ -6,7 +6,7 @@ import typing
 
 import pytest
 import torch
-from recorded import Recorded
+from recorded import MLP, Recorded, fail
 from torch import Tensor, nn
 
 from recording import recording_mesh
@@ -14,14 +14,6 @@ from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from recorded import MLP
-
-
-def fail(*_: object) -> None:
-    """Raise, as a hook."""
-    msg = "from a hook"
-    raise ValueError(msg)
 
 
 StateDict = dict[str, Tensor]

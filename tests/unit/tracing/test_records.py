@@ -13,12 +13,10 @@ from synthetic_runs import SyntheticRun, shifted
 
 from shardkit import StateError
 from shardkit.tracing.clocks import Clock
-from shardkit.tracing.records import RankHeader, RecordFile, read_folder, read_record
+from shardkit.tracing.records import RankHeader, RankRecord, RecordFile, read_folder, read_record
 
 if typing.TYPE_CHECKING:
     import pathlib
-
-    from shardkit.tracing.records import RankRecord
 
 
 def write(folder: pathlib.Path, record: RankRecord, *, close: bool = True) -> None:

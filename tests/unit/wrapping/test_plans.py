@@ -19,6 +19,7 @@ from shardkit import (
     MixedPrecisionPolicy,
     Replicate,
     ShardedTensor,
+    ShardPlan,
     WrapError,
     auto_shard,
     checkpoint_module,
@@ -32,7 +33,6 @@ from wrapped_models import Stack, TiedBlocks
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardkit import ShardPlan
 
 pytestmark = pytest.mark.helpers
 

@@ -91,17 +91,11 @@ class StateAllocator:
 
 @dataclass(slots=True)
 class PieceRun:
-    """List entries whose pieces lie end to end, at [start, stop) of their shards.
+    """List entries whose pieces lie end to end, at [start, stop) of their shards."""
 
-    Attributes:
-        positions: Positions of the entries; none of them is empty.
-        start: Position where the first piece begins.
-        stop: Position where the last one ends.
-    """
-
-    positions: list[int]
-    start: int
-    stop: int
+    positions: list[int]  # Positions of the entries; none of them is empty.
+    start: int  # Position where the first piece begins.
+    stop: int  # Position where the last one ends.
 
     def join(self, items: Sequence[Any]) -> Any:
         """Return one entry that replaces the run's entries: a tensor, or their common number."""
@@ -171,18 +165,13 @@ def _find_plan(args: tuple[Any, ...], *, is_mutable: bool) -> _ListPlan | None:
 
 @dataclass(slots=True)
 class _ListPlan:
-    """The runs of some specs, without references to them; it is dropped with the first of them.
+    """The runs of some specs, without references to them; it is dropped with the first of them."""
 
-    Attributes:
-        runs: Runs of neighbouring parameters.
-        written: Positions of entries that have all flats between them: also those of flats of which
-            the entries have no elements on this rank, which other ranks write.
-        specs: References to the specs.
-    """
-
-    runs: list[PieceRun]
+    runs: list[PieceRun]  # Runs of neighbouring parameters.
+    # Positions of entries that have all flats between them: also those of flats of which the
+    # entries have no elements on this rank, which other ranks write.
     written: list[int]
-    specs: list[weakref.ref[ShardSpec]]
+    specs: list[weakref.ref[ShardSpec]]  # References to the specs.
 
 
 _planned: dict[tuple[int, ...], _ListPlan] = {}  # By the ids of the specs.

@@ -16,13 +16,11 @@ from shardkit._errors import ShardedTensorError
 from shardkit._tensor.client_answers import ClaimsClass
 from shardkit._tensor.ops.wholes import all_reduce, first_sharded, gathered, refuse, whole
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.spec import part_sums_of
+from shardkit._tensor.spec import Axis, part_sums_of
 from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from shardkit._tensor.spec import Axis
 
     Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -176,15 +176,10 @@ def wrap(result: Any, spec: ShardSpec) -> Any:
 
 
 class ShardedView(HostValues):
-    """A view of a sharded tensor.
+    """A view of a sharded tensor."""
 
-    Attributes:
-        base: The sharded tensor.
-        geometry: Tensor on the meta device: shape, strides, offset and dtype in the whole of
-            `base`.
-    """
-
-    base: ShardedTensor
+    base: ShardedTensor  # The sharded tensor.
+    # Tensor on the meta device: shape, strides, offset and dtype in the whole of `base`.
     geometry: Tensor
     __torch_function__ = torch_tensors.disabled_torch_function
 

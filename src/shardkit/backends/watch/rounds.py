@@ -72,19 +72,14 @@ class Result:
 
 
 class Rounds:
-    """An asker, which asks all ranks of a run where they are.
-
-    Args:
-        store: Keys of the run, over a separate connection.
-        world_size: Number of ranks.
-        rank: Rank that asks; -1 for a process outside of the run, which never ends the run.
-    """
+    """An asker, which asks all ranks of a run where they are."""
 
     def __init__(self, store: RunStore, world_size: int, rank: int) -> None:
         self.statuses: list[RankStatus] = []  # Of the last round by rank, if this object asked.
         self.num_rounds = 0  # Number of rounds in which this object asked.
-        self.store = store
-        self._world_size = world_size
+        self.store = store  # Keys of the run, over a separate connection.
+        self._world_size = world_size  # Number of ranks.
+        # Rank that asks; -1 for a process outside of the run, which never ends the run.
         self._rank = rank
         self._hello: dict[int, tuple[str, int, str, str]] = {}
         self._silent_since: dict[int, float] = {}
@@ -287,18 +282,12 @@ class Rounds:
 
 
 class Answering:
-    """The part of one rank that answers the rounds of a run.
-
-    Args:
-        store: Keys of the run, over a separate connection.
-        rank: This rank.
-        status: Function that returns where this process is.
-    """
+    """The part of one rank that answers the rounds of a run."""
 
     def __init__(self, store: RunStore, rank: int, status: Callable[[], RankStatus]) -> None:
-        self.store = store
-        self._rank = rank
-        self._status = status
+        self.store = store  # Keys of the run, over a separate connection.
+        self._rank = rank  # This rank.
+        self._status = status  # Function that returns where this process is.
         self._number = store.add("rounds", 0)
         if store.has(f"wake/{rank}/{self._number}"):  # That round runs: it can still be answered.
             self._number -= 1

@@ -24,12 +24,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardkit._processes import machine_id, process_state
-from shardkit.backends.watch.status import from_text, to_text
+from shardkit.backends.watch.status import RankStatus, from_text, to_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from shardkit.backends.watch.status import RankStatus
 
 
 # --- keys of one run in a store -------------------------------------------------------------------
@@ -40,8 +38,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _file_store: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own list lacks it
 
-_seen: set[str] = set()
-"""Runs that this process has taken part in."""
+_seen: set[str] = set()  # Runs that this process has taken part in.
 
 
 class RunStore:
@@ -49,15 +46,11 @@ class RunStore:
 
     Requests on one connection wait for each other, so a thread that waits long in the store has its
     own connection. A store whose process has ended raises `torch.distributed.DistNetworkError`.
-
-    Args:
-        run: Name of the run, with which the keys begin.
-        connection: Store below all prefixes.
     """
 
     def __init__(self, run: str, connection: Any) -> None:
-        self.run = run
-        self.connection = connection
+        self.run = run  # Name of the run, with which the keys begin.
+        self.connection = connection  # Store below all prefixes.
         self._keys: Any = c10d.PrefixStore(f"shardkit/{run}", connection)
         self._asked_at: float | None = None
         # Each look locks the file; a wait of torch looks 100 times per second.

@@ -190,11 +190,7 @@ _CAPTURED = "Those that a graph has captured count as issued, and never as done.
 
 
 def describe_record(record: dict[str, Any]) -> list[str]:
-    """Return a line for each communicator that has unfinished collectives in a record.
-
-    Args:
-        record: A record that torch dumped.
-    """
+    """Return a line for each communicator that has unfinished collectives in a record."""
     pending: dict[str, list[dict[str, Any]]] = {}
     for entry in record.get("entries", ()):
         if entry.get("state") != "completed":
@@ -217,8 +213,7 @@ def describe_record(record: dict[str, Any]) -> list[str]:
 # --- statuses -------------------------------------------------------------------------------------
 
 _MAX_TEXT = 1 << 20
-STATES = ("runs", "destroyed", "ended", "raised")
-"""States that a rank reports of itself."""
+STATES = ("runs", "destroyed", "ended", "raised")  # States that a rank reports of itself.
 UNHEARD = ("unborn", "silent", "busy", "stopped", "gone")
 """States that other ranks find out about a rank that does not answer."""
 

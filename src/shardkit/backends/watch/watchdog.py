@@ -38,12 +38,14 @@ from shardkit.backends.watch.history import (
     CollectiveSequence,
     CollectiveWait,
     InFlight,
+    Wait,
     is_main_thread,
 )
 from shardkit.backends.watch.rounds import Answering, Rounds, hello
 from shardkit.backends.watch.runs import RunStore, store_of_run
 from shardkit.backends.watch.status import (
     GroupStatus,
+    Lines,
     MainThread,
     RankStatus,
     flight_record,
@@ -62,8 +64,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from shardkit.backends.device import AcceleratorDevice, Event
-    from shardkit.backends.watch.history import Wait
-    from shardkit.backends.watch.status import Lines
 
 
 # --- ending waits ---------------------------------------------------------------------------------

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from shardkit._compat import torch_tensors
 from shardkit._errors import MeshError
-from shardkit.backends.base import Backend, CommStreams, Done, InGraph
+from shardkit.backends.base import (
+    AxisComm,
+    Backend,
+    CommStreams,
+    Done,
+    InGraph,
+    Reduction,
+    TracedGather,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Self
 
-    from shardkit.backends.base import AxisComm, Reduction, TracedGather
     from shardkit.backends.device import Event
 
 

@@ -22,7 +22,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 
 from shardkit._compat import torch_autograd
-from shardkit._compat.once import once
+from shardkit._compat.once import once, wrap
 from shardkit._errors import ShardedTensorError, StateError
 from shardkit._host_values import HostValues
 from shardkit._tree import iter_tensors
@@ -188,65 +188,53 @@ def install_refusals() -> None:
     forward has kept, and torch_xla's way of letting the host compute an operator, which may depend
     on the operator's options (`addmm` with a `beta`).
     """
-    cls: Any = Tensor
     for name in ("__repr__", "__format__"):
-        setattr(cls, name, _describing(getattr(cls, name)))
-    kernels = {"_to_cpu": _computing, "_local_scalar_dense": _reading_one}
-    replace_kernels(kernels | {"_to_copy": _converting, "copy_": _copying})
+        wrap(Tensor, name, _describing)
+    kernels: dict[str, Callable[..., Any]] = {
+        "_to_cpu": _computing,
+        "_local_scalar_dense": _reading_one,
+        "_to_copy": _converting,
+        "copy_": _copying,
+    }
+    replace_kernels(kernels)
 
 
-def _computing(kernel: Any) -> Callable[..., Any]:
-    def to_cpu(keys: Any, tensors: list[Tensor]) -> Any:
-        if _may_be_inside() and any(map(_is_inside, tensors)):
-            _refuse_missing("an operator")
-        for tensor in tensors:
-            _check_kept("an operator that the host computes", tensor)
-        return kernel.call_boxed(keys, tensors)
-
-    return to_cpu
+def _computing(kernel: Any, keys: Any, tensors: list[Tensor]) -> Any:
+    if _may_be_inside() and any(map(_is_inside, tensors)):
+        _refuse_missing("an operator")
+    for tensor in tensors:
+        _check_kept("an operator that the host computes", tensor)
+    return kernel.call_boxed(keys, tensors)
 
 
-def _reading_one(kernel: Any) -> Callable[..., Any]:
-    def read(keys: Any, tensor: Tensor) -> Any:
-        _check_read("item()", tensor)
-        return kernel.call_boxed(keys, tensor)
-
-    return read
+def _reading_one(kernel: Any, keys: Any, tensor: Tensor) -> Any:
+    _check_read("item()", tensor)
+    return kernel.call_boxed(keys, tensor)
 
 
-def _converting(kernel: Any) -> Callable[..., Any]:
-    def to_copy(keys: Any, tensor: Tensor, **options: Any) -> Any:
-        device = options.get("device")
-        if device is not None and device.type != "xla":
-            _check_read("cpu(), tolist() or to()", tensor)
-        return kernel.call_boxed(keys, tensor, **options)
-
-    return to_copy
+def _converting(kernel: Any, keys: Any, tensor: Tensor, **options: Any) -> Any:
+    device = options.get("device")
+    if device is not None and device.type != "xla":
+        _check_read("cpu(), tolist() or to()", tensor)
+    return kernel.call_boxed(keys, tensor, **options)
 
 
-def _copying(kernel: Any) -> Callable[..., Any]:
-    def copy(keys: Any, target: Tensor, source: Tensor, *options: Any) -> Any:
-        if target.device.type != "xla":
-            _check_read("copy_()", source)
-        return kernel.call_boxed(keys, target, source, *options)
-
-    return copy
+def _copying(kernel: Any, keys: Any, target: Tensor, source: Tensor, *options: Any) -> Any:
+    if target.device.type != "xla":
+        _check_read("copy_()", source)
+    return kernel.call_boxed(keys, target, source, *options)
 
 
-def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(as_usual)
-    def describe(tensor: Tensor, *args: Any, **options: Any) -> str:
-        if tensor.device.type != "xla":
-            return as_usual(tensor, *args, **options)
-        of = f"of shape {tuple(tensor.shape)}, {tensor.dtype}"
-        if _may_be_inside() and _is_inside(tensor):
-            return f"<a rank's tensor inside of a {_pass()}, {of}; values after it only>"
-        try:
-            return as_usual(tensor, *args, **options)
-        except StateError:
-            return f"<a rank's tensor that a forward has kept, {of}; return it to see its values>"
-
-    return describe
+def _describing(as_usual: Callable[..., str], tensor: Tensor, *args: Any, **options: Any) -> str:
+    if tensor.device.type != "xla":
+        return as_usual(tensor, *args, **options)
+    of = f"of shape {tuple(tensor.shape)}, {tensor.dtype}"
+    if _may_be_inside() and _is_inside(tensor):
+        return f"<a rank's tensor inside of a {_pass()}, {of}; values after it only>"
+    try:
+        return as_usual(tensor, *args, **options)
+    except StateError:
+        return f"<a rank's tensor that a forward has kept, {of}; return it to see its values>"
 
 
 def _pass() -> str:

@@ -144,64 +144,45 @@ def _elu_backward(
     return grad * torch.where(tensor > 0, scale, below * input_scale)
 
 
-def _of_all(kernel: Any) -> Callable[..., Any]:
-    """Return the kernel of `amax` or `amin`, for which no dims are all dims."""
-
-    def reduce(keys: Any, tensor: Tensor, dim: Sequence[int] = (), *keepdim: bool) -> Any:
-        return kernel.call_boxed(keys, tensor, dim or [*range(tensor.ndim)], *keepdim)
-
-    return reduce
+def _of_all(kernel: Any, keys: Any, tensor: Tensor, dim: Sequence[int] = (), *keepdim: bool) -> Any:
+    """Reduce by `amax` or `amin`; no dims are all dims."""
+    return kernel.call_boxed(keys, tensor, dim or [*range(tensor.ndim)], *keepdim)
 
 
-def _norm(kernel: Any) -> Callable[..., Any]:
-    """Return a kernel of `norm` that takes infinite orders."""
-
-    def norm(keys: Any, tensor: Tensor, p: Any = 2, *args: Any, **options: Any) -> Any:
-        if p is not None and math.isinf(p):
-            return torch.linalg.vector_norm(tensor, p, *args, **options)
-        return kernel.call_boxed(keys, tensor, p, *args, **options)
-
-    return norm
+def _norm(kernel: Any, keys: Any, tensor: Tensor, p: Any = 2, *args: Any, **options: Any) -> Any:
+    """Compute a norm, which may have an infinite order."""
+    if p is not None and math.isinf(p):
+        return torch.linalg.vector_norm(tensor, p, *args, **options)
+    return kernel.call_boxed(keys, tensor, p, *args, **options)
 
 
-def _batch_norm(kernel: Any) -> Callable[..., Any]:
-    """Return a kernel of batch normalization whose operands may have several dtypes."""
-
-    def batch_norm(keys: Any, *args: Any) -> Any:
-        x, _, _, _, running_var, is_training, momentum, eps = args
-        wide = _of_one_dtype(args)
-        y, mean, invstd = kernel.call_boxed(keys, *wide)
-        if is_training and running_var is not None:
-            # torch_xla takes the variance of the batch itself, torch the estimate of that of all.
-            rest = x.numel() // x.shape[1] - 1
-            wide[4].add_((invstd.square().reciprocal() - eps) * (momentum / max(rest, 1)))
-        for own, written in zip(args[3:5], wide[3:5], strict=True):
-            if written is not own:
-                own.copy_(written)
-        return y.to(x.dtype), mean, invstd
-
-    return batch_norm
+def _batch_norm(kernel: Any, keys: Any, *args: Any) -> Any:
+    """Normalize a batch; the operands may have several dtypes."""
+    x, _, _, _, running_var, is_training, momentum, eps = args
+    wide = _of_one_dtype(args)
+    y, mean, invstd = kernel.call_boxed(keys, *wide)
+    if is_training and running_var is not None:
+        # torch_xla takes the variance of the batch itself, torch the estimate of that of all.
+        rest = x.numel() // x.shape[1] - 1
+        wide[4].add_((invstd.square().reciprocal() - eps) * (momentum / max(rest, 1)))
+    for own, written in zip(args[3:5], wide[3:5], strict=True):
+        if written is not own:
+            own.copy_(written)
+    return y.to(x.dtype), mean, invstd
 
 
-def _batch_norm_backward(kernel: Any) -> Callable[..., Any]:
-    """Return a kernel for several dtypes, and for eval mode, in which torch_xla's one fails."""
-
-    def backward(keys: Any, *args: Any) -> Any:
-        _, x, weight, *_, wanted = args
-        dtypes = (x.dtype, None if weight is None else weight.dtype)
-        wide = _of_one_dtype(args)
-        is_training = wide[7]
-        if is_training:
-            grads = kernel.call_boxed(keys, *wide)
-        else:
-            grads = _batch_norm_backward_in_eval(*wide)
-        dtype_of_each = (dtypes[0], dtypes[1], dtypes[1])
-        return tuple(
-            grad.to(dtype) if is_wanted and dtype is not None else None
-            for grad, dtype, is_wanted in zip(grads, dtype_of_each, wanted, strict=True)
-        )
-
-    return backward
+def _batch_norm_backward(kernel: Any, keys: Any, *args: Any) -> Any:
+    """Return gradients of several dtypes, and in eval mode, in which torch_xla's kernel fails."""
+    _, x, weight, *_, wanted = args
+    dtypes = (x.dtype, None if weight is None else weight.dtype)
+    wide = _of_one_dtype(args)
+    is_training = wide[7]
+    grads = kernel.call_boxed(keys, *wide) if is_training else _batch_norm_backward_in_eval(*wide)
+    dtype_of_each = (dtypes[0], dtypes[1], dtypes[1])
+    return tuple(
+        grad.to(dtype) if is_wanted and dtype is not None else None
+        for grad, dtype, is_wanted in zip(grads, dtype_of_each, wanted, strict=True)
+    )
 
 
 def _batch_norm_backward_in_eval(
@@ -223,45 +204,37 @@ def _of_one_dtype(args: Sequence[Any]) -> list[Any]:
     return [arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args]
 
 
-def _nll_loss(kernel: Any) -> Callable[..., Any]:
-    """Return a kernel that takes one example without a batch, too."""
-
-    def nll_loss(keys: Any, x: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> Any:
-        if x.ndim > 1:
-            return kernel.call_boxed(keys, x, target, weight, *options)
-        loss, total = kernel.call_boxed(keys, x[None], target.reshape(1), weight, *options)
-        return loss.reshape(()), total
-
-    return nll_loss
+def _nll_loss(
+    kernel: Any, keys: Any, x: Tensor, target: Tensor, weight: Tensor | None, *options: Any
+) -> Any:
+    """Take one example without a batch, too."""
+    if x.ndim > 1:
+        return kernel.call_boxed(keys, x, target, weight, *options)
+    loss, total = kernel.call_boxed(keys, x[None], target.reshape(1), weight, *options)
+    return loss.reshape(()), total
 
 
-def _nll_loss_backward(kernel: Any) -> Callable[..., Any]:
-    """Return a kernel that takes one example without a batch, too."""
-
-    def backward(keys: Any, grad: Tensor, x: Tensor, target: Tensor, *args: Any) -> Any:
-        if x.ndim > 1:
-            return kernel.call_boxed(keys, grad, x, target, *args)
-        if args[1] == 0:  # Without a reduction each example has its own.
-            grad = grad.reshape(1)
-        return kernel.call_boxed(keys, grad, x[None], target.reshape(1), *args)[0]
-
-    return backward
+def _nll_loss_backward(
+    kernel: Any, keys: Any, grad: Tensor, x: Tensor, target: Tensor, *args: Any
+) -> Any:
+    """Take one example without a batch, too."""
+    if x.ndim > 1:
+        return kernel.call_boxed(keys, grad, x, target, *args)
+    if args[1] == 0:  # Without a reduction each example has its own.
+        grad = grad.reshape(1)
+    return kernel.call_boxed(keys, grad, x[None], target.reshape(1), *args)[0]
 
 
-def _where(kernel: Any) -> Callable[..., Any]:
-    """Return a kernel whose result has the dtype in XLA that it has in torch."""
-
-    def where(keys: Any, condition: Tensor, x: Tensor, y: Tensor) -> Any:
-        if x.dtype != y.dtype and (x.ndim == 0) != (y.ndim == 0):
-            dtype = torch.result_type(x, y)
-            x, y = x.to(dtype), y.to(dtype)
-        return kernel.call_boxed(keys, condition, x, y)
-
-    return where
+def _where(kernel: Any, keys: Any, condition: Tensor, x: Tensor, y: Tensor) -> Any:
+    """Return a result that has the dtype in XLA that it has in torch."""
+    if x.dtype != y.dtype and (x.ndim == 0) != (y.ndim == 0):
+        dtype = torch.result_type(x, y)
+        x, y = x.to(dtype), y.to(dtype)
+    return kernel.call_boxed(keys, condition, x, y)
 
 
-_WRONG: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "elu_backward": lambda _: lambda _keys, *args: _elu_backward(*args),
+_WRONG: dict[str, Callable[..., Any]] = {
+    "elu_backward": lambda _kernel, _keys, *args: _elu_backward(*args),
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     "amax": _of_all,
@@ -282,16 +255,15 @@ def install() -> None:
     replace_kernels(_WRONG)
 
 
-def replace_kernels(kernels: Mapping[str, Callable[[Any], Callable[..., Any]]]) -> None:
-    """Replace kernels of torch_xla by what functions of them return; it gets the key set first."""
+def replace_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace kernels of torch_xla by functions, which get the kernel and the key set first."""
     library = torch.library.Library("aten", "IMPL")
     _kept.append(library)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that another kernel is there.
-        for name, make in kernels.items():
+        for name, function in kernels.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "XLA")
-            library.impl(name, make(kernel), "XLA", with_keyset=True)
+            library.impl(name, functools.partial(function, kernel), "XLA", with_keyset=True)
 
 
-_kept: list[object] = []
-"""What torch forgets if nobody keeps it."""
+_kept: list[object] = []  # What torch forgets if nobody keeps it.

@@ -86,18 +86,14 @@ class DrawApart(TorchDispatchMode):
 
     Draws with a user's generator are the same on all ranks. Operators that draw in unknown ways are
     refused.
-
-    Args:
-        key: One int32, different on each rank and for each forward.
-        count: Number of the first operator.
-        may_read: Whether the host may read tensors, as in a replica; else such reads are refused.
     """
 
     def __init__(self, key: Tensor, count: int = 0, *, may_read: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Whether the host may read tensors, as in a replica; else such reads are refused.
         self._may_read = may_read
-        self.key = key
-        self.count = count
+        self.key = key  # One int32, different on each rank and for each forward.
+        self.count = count  # Number of the first operator.
         self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

@@ -87,20 +87,14 @@ _REDUCE_TYPES = {
 
 
 class ReplicaAxis:
-    """`AxisComm` of one axis through this replica; traced, except for tensors on the host.
-
-    Args:
-        groups: All groups of ranks in the mesh that communicate with each other.
-        rank: This replica's position in its group.
-        device: This replica's device.
-    """
+    """`AxisComm` of one axis through this replica; traced, except for tensors on the host."""
 
     def __init__(self, groups: list[list[int]], rank: int, device: torch.device) -> None:
         self.size = len(groups[0])
-        self.rank = rank
+        self.rank = rank  # This replica's position in its group.
         self.rank_on_device = torch.tensor([rank], device=device)
-        self.groups = groups
-        self._device = device
+        self.groups = groups  # All groups of ranks in the mesh that communicate with each other.
+        self._device = device  # This replica's device.
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the 1-D parts of all ranks, as rows."""

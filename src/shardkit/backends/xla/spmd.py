@@ -29,8 +29,7 @@ _XLAC: Any = torch_xla._XLAC
 _REPLICATE, _SHARD = "replicate", "shard"
 _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
 """First number of a collective; the numbers of buckets are two apart."""
-_MOST_DIMS = 5
-"""Dims of the largest tensor whose parts torch_xla describes rightly."""
+_MOST_DIMS = 5  # Dims of the largest tensor whose parts torch_xla describes rightly.
 
 
 class SpmdRegion(GraphOrder):

@@ -53,8 +53,7 @@ from shardkit.checkpoint._files.disk import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-DAMAGED_FILE = "shardkit.damaged"
-"""File in a damaged checkpoint that holds what `load` found."""
+DAMAGED_FILE = "shardkit.damaged"  # File in a damaged checkpoint that holds what `load` found.
 
 _NOTE_NBYTES = 1 << 20
 

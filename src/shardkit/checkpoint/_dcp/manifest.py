@@ -16,6 +16,7 @@ from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.disk import (
     DAMAGED,
     SIZE_LIMIT,
+    Key,
     Keys,
     is_plain_name,
     key_of_number,
@@ -27,10 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from shardkit.checkpoint._files.disk import Key
 
-MANIFEST_FILE = "shardkit.json"
-"""Name of the manifest in a checkpoint's directory."""
+MANIFEST_FILE = "shardkit.json"  # Name of the manifest in a checkpoint's directory.
 
 FORMAT = "shardkit checkpoint"
 FORMAT_VERSION = 1
@@ -38,8 +37,7 @@ FORMAT_VERSION = 1
 BLOCK_NBYTES = 4 << 20
 """Size of the blocks of an item that have a checksum each, so that parts can be verified."""
 
-STEP_NBYTES = 1 << 19
-"""Bytes that are copied and summed while they are in the CPU's cache."""
+STEP_NBYTES = 1 << 19  # Bytes that are copied and summed while they are in the CPU's cache.
 
 _HEADER_NBYTES = 1 << 16
 

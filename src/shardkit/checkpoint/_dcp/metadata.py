@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-METADATA_FILE = ".metadata"
-"""Name of the description in a checkpoint's directory."""
+METADATA_FILE = ".metadata"  # Name of the description in a checkpoint's directory.
 
 _STORAGE_INFO: Any = torch_checkpoints.dcp_storage_info()
 _MAX_DEPTH = 100  # Number of keys at most that lead to an entry.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
 from shardkit._errors import CheckpointError
@@ -29,6 +29,7 @@ from shardkit.checkpoint._dcp.manifest import (
     MANIFEST_FILE,
     STEP_NBYTES,
     Item,
+    Manifest,
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE, parse_metadata
@@ -51,10 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch.distributed.checkpoint import planner as dcp
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-
-    from shardkit.checkpoint._dcp.manifest import Manifest
 
 
 class CheckpointReader(FileSystemReader):

@@ -13,7 +13,7 @@ import os
 import pickle
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -22,8 +22,8 @@ import torch
 from torch import futures
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shardkit._compat import torch_checkpoints
@@ -56,12 +56,9 @@ from shardkit.checkpoint._files.disk import (
 from shardkit.checkpoint._files.formats import tensor_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint import planner as dcp
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 
 # --- who writes what ------------------------------------------------------------------------------

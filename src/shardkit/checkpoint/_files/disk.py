@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 # --- bytes ----------------------------------------------------------------------------------------
 
-PART_NBYTES = 2**24
-"""Size of the parts in which tensors are read and written."""
+PART_NBYTES = 2**24  # Size of the parts in which tensors are read and written.
 
 MAX_INDEX_NBYTES = 2**30
 """Size limit of an index of tensors; no checkpoint that can be saved has a larger one."""
@@ -55,8 +54,7 @@ class IntKey(int):
 
 
 Key = str | int | float | None
-Keys = tuple[Key, ...]
-"""Keys that lead to an entry in nested dicts and lists."""
+Keys = tuple[Key, ...]  # Keys that lead to an entry in nested dicts and lists.
 
 
 @dataclass(frozen=True)

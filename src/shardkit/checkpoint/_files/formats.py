@@ -16,10 +16,10 @@ import sys
 import weakref
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import IO, Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -43,10 +43,6 @@ from shardkit.checkpoint._files.disk import (
     read_index,
     write_synced,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
 
 # --- torch ----------------------------------------------------------------------------------------
 #
@@ -469,8 +465,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_NBYTES = 8
-_MAX_HEADER_NBYTES = 100_000_000
-"""The limit of the reference implementation."""
+_MAX_HEADER_NBYTES = 100_000_000  # The limit of the reference implementation.
 _ALIGN_NBYTES = 8
 
 

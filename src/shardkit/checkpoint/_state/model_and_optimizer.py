@@ -12,7 +12,7 @@ begins anew.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,8 +37,6 @@ from shardkit.checkpoint._state.names import (
 from shardkit.checkpoint._state.sources import FromFirstRank, from_rank0
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-
     Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
     from torch.nn.modules.module import _IncompatibleKeys

@@ -26,8 +26,7 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 _MAYBE_WRAPPED = frozenset({*_WRAPPED, "module"})
 
 
-EXTRA_STATE = "_extra_state"
-"""Last part of the name that torch gives to a module's own state."""
+EXTRA_STATE = "_extra_state"  # Last part of the name that torch gives to a module's own state.
 
 
 def plain_name(model: nn.Module, name: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from shardkit._errors import CheckpointError
 from shardkit._params.memory import give_back
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed_lines
-from shardkit.backends.base import first_of_all
+from shardkit.backends.base import AxisComm, first_of_all
 from shardkit.backends.process_group import ProcessGroupAxis
 from shardkit.checkpoint._agreement import FirstRank
 from shardkit.checkpoint._files import disk
@@ -26,12 +26,6 @@ from shardkit.checkpoint._files.disk import (
     kind_of,
 )
 from shardkit.checkpoint._state.names import fill_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from shardkit.backends.base import AxisComm
-
 
 # --- what does not fit ----------------------------------------------------------------------------
 

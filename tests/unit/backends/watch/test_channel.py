@@ -20,20 +20,16 @@ if typing.TYPE_CHECKING:
 
 
 class Watchdog:
-    """A watchdog that notes what it is asked for.
-
-    Attributes:
-        counted: Keys to which this rank has counted in, with what is to be deleted.
-        waits: All that were begun.
-    """
+    """A watchdog that notes what it is asked for."""
 
     world_size = 4
 
     def __init__(self) -> None:
         self.final_text: str | None = None
         self.lock = threading.Lock()
+        # Keys to which this rank has counted in, with what is to be deleted.
         self.counted: list[tuple[str, int, str]] = []
-        self.waits: list[Wait] = []
+        self.waits: list[Wait] = []  # All that were begun.
 
     @contextlib.contextmanager
     def watching(self, wait: Wait) -> Iterator[None]:
