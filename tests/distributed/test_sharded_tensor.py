@@ -358,6 +358,29 @@ def test_one_rank_alone_does_not_gather_what_it_sends() -> None:
 
 
 @on_ranks(2)
+def test_lists_of_collectives_hold_no_sharded_tensors() -> None:
+    """No dispatch sees them there, and their memory ended the process; gather filled one piece."""
+    plain, sharded = whole_and_sharded((2,))
+    whole, weight = plain.matrix.detach(), sharded.matrix.detach()
+    is_first = dist.get_rank() == 0
+    for target in (weight, weight[0].expand_as(whole)):
+        lists = [whole, target]
+        with pytest.raises(ShardedTensorError, match="input_list of a collective has a sharded"):
+            dist.reduce_scatter(torch.empty_like(whole), lists)
+        if is_first:
+            with pytest.raises(ShardedTensorError, match="scatter_list of a collective has a shar"):
+                dist.scatter(torch.empty_like(whole), lists)
+            with pytest.raises(ShardedTensorError, match="gather_list of a collective has a shard"):
+                dist.gather(whole, lists)
+    gathered = [torch.empty_like(weight) for _ in range(2)]
+    dist.all_gather(gathered, whole)  # Each rank fills its piece.
+    assert all(torch.equal(each.full_tensor(), whole) for each in gathered)
+    received, values = torch.empty_like(whole), [weight.full_tensor()] * 2
+    dist.scatter(received, values if is_first else None)
+    assert torch.equal(received, whole)
+
+
+@on_ranks(2)
 def test_copies_are_independent_and_detached_tensors_share_memory() -> None:
     plain, sharded = whole_and_sharded((2,))
     original = sharded.matrix

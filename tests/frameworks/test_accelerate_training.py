@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from accelerate_runs import MICRO_BATCHES, Run, accelerate_ranks, make, prepare, replicated
 from launched import TIMEOUT_S, forget_accelerate
+from torch import nn
 
 import shardkit
 
 if typing.TYPE_CHECKING:
-    from torch import nn
-
     from workers import Spawn
 
 pytestmark = pytest.mark.frameworks
@@ -244,3 +243,31 @@ def test_a_sharded_model_may_be_compiled(spawn: Spawn) -> None:
 @pytest.mark.parametrize("name", ["t5", "bert", "tied_llama"])
 def test_a_sharded_model_stays_as_it_is(spawn: Spawn, name: str) -> None:
     spawn(train_sharded, 2, name, timeout_s=TIMEOUT_S)
+
+
+def prepare_alone() -> None:
+    """Prepare a model without an optimizer, and later once more with one."""
+    with accelerate_ranks():
+        from accelerate import Accelerator
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        plain = nn.Linear(4, 3)
+        inputs = torch.ones(8, 4)
+        expected = plain(inputs)
+        loader = torch.utils.data.DataLoader(inputs, batch_size=4)
+        model, batches = accelerator.prepare(plain, loader, device_placement=[True, True])
+        assert accelerator.prepare(model) is model
+        assert isinstance(model, shardkit.FSDPModule)
+        assert len(list(batches)) == 1
+        torch.testing.assert_close(model(inputs), expected)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        known = vars(accelerator)  # What `save_state` saves.
+        assert known["_models"] == [model]
+        assert known["_optimizers"] == [optimizer]
+
+
+def test_a_model_may_be_prepared_without_an_optimizer(spawn: Spawn) -> None:
+    spawn(prepare_alone, 2, timeout_s=TIMEOUT_S)

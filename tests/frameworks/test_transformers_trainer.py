@@ -204,3 +204,27 @@ def smooth_labels(folder: str) -> None:
 
 def test_smoothed_labels_are_shifted(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     spawn(smooth_labels, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+
+
+def evaluate_first(folder: str) -> None:
+    """Evaluate before there is an optimizer, then train twice, with recomputation."""
+    with accelerate_ranks():
+        found = []
+        for fsdp in (None, {**WRAP, "activation_checkpointing": True}):
+            trainer = make_trainer(folder, fsdp, make("llama"), save_strategy="no")
+            first = trainer.evaluate()["eval_loss"]
+            assert isinstance(trainer.model, shardkit.FSDPModule) == (fsdp is not None)
+            if fsdp is None:  # After an evaluation the Trainer does not wrap the model in DDP.
+                forget_accelerate()
+                trainer = make_trainer(folder, fsdp, make("llama"), save_strategy="no")
+            losses = []
+            for _ in range(2):
+                trainer.train()
+                losses += history(trainer, "loss")
+            found.append([first, *losses, trainer.predict(Sentences()).metrics["test_loss"]])
+            forget_accelerate()
+        torch.testing.assert_close(*found, rtol=0, atol=TOLERANCE)
+
+
+def test_a_trainer_may_evaluate_first_and_train_twice(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(evaluate_first, 2, str(tmp_path), timeout_s=TIMEOUT_S)

@@ -111,6 +111,35 @@ def refuse_to_split_sharded() -> None:
     wrap(module.Shard, "_shard_tensor", refuse)
 
 
+_IN_LISTS_OF_LISTS = ("scatter_list", "input_list", "gather_list")
+"""Lists of ``dist.scatter``, `reduce_scatter`, `gather`, which torch puts into lists of lists."""
+
+
+@once
+def refuse_sharded_in_lists(sharded: type) -> None:
+    """Have torch refuse sharded tensors in lists whose memory a collective would read or write.
+
+    No dispatch sees them there, and they do not have that memory, which ends the process. `gather`
+    would fill this rank's piece only.
+
+    Args:
+        sharded: Base class of sharded tensors and of their views.
+    """
+
+    def check(original: Any, param: Any, name: str) -> None:
+        original(param, name)
+        found = [each for each in param if issubclass(type(each), sharded)]
+        if found and name in _IN_LISTS_OF_LISTS:
+            msg = (
+                f"{name} of a collective has a sharded tensor of shape {tuple(found[0].shape)}, "
+                f"of which this rank has a piece only. Pass plain tensors: to_local().clone(), or "
+                f"full_tensor(), called on all ranks."
+            )
+            raise ShardedTensorError(msg)
+
+    wrap(c10d, "_check_tensor_list", check)
+
+
 def strided_split_factor(placement: Any) -> int | None:
     """Return the split factor of a ``_StridedShard``; None: the placement is another one.
 

@@ -13,6 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
 from shardkit._compat import torch_autograd, torch_fsdp2, torch_groups, torch_modules
 from shardkit._errors import StateError, WrapError
+from shardkit._host_values import HostValues
 from shardkit._module import checks
 from shardkit._module.fsdp_module import FSDPModule, swap_class
 from shardkit._module.hooks import ModuleState, get_state, groups_in
@@ -225,6 +226,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     Source: ZeRO-3, arXiv:1910.02054; PyTorch FSDP2.
     """
     torch_groups.refuse_to_split_sharded()
+    torch_groups.refuse_sharded_in_lists(HostValues)
     modules = _modules_of(module)
     for each in modules:
         checks.check_module(each)

@@ -16,6 +16,7 @@ import functools
 import inspect
 import os
 import warnings
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,9 @@ __all__ = ["use"]
 _FSDP2 = 2
 
 _in_use: list[Installed] = []
+
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that `Accelerator.prepare` has sharded."""
 
 
 def use() -> Installed:
@@ -92,6 +96,7 @@ def _replace_all(used: Installed) -> None:
     accelerator = accelerate.accelerator.Accelerator
     used.wrap(accelerator, "_prepare_fsdp2", _also_sharded)
     used.wrap(accelerator, "_prepare_tp", _keep_unsplit)
+    used.wrap(accelerator, "prepare", _also_alone)
     used.wrap(accelerate.accelerator, "fsdp2_switch_optimizer_parameters", _with_own_state)
     utils = accelerate.utils.fsdp_utils
     used.replace(utils, "fsdp2_load_full_state_dict", _load_full_state_dict)
@@ -232,6 +237,7 @@ def _also_sharded(original: Callable[..., Any], self: Any, *args: Any) -> Any:
             prepared = original(self, *args)
         _note_for_transformers(prepared)
         _step_pieces(prepared)
+        _prepared.update(each for each in prepared if isinstance(each, nn.Module))
         return prepared
     [model] = models  # Accelerate has refused several models.
     whole: Any = model._orig_mod if is_compiled_module(model) else model
@@ -241,7 +247,7 @@ def _also_sharded(original: Callable[..., Any], self: Any, *args: Any) -> Any:
             f"fully_shard on it, too, or leave all of it to Accelerator.prepare."
         )
         raise IntegrationError(msg)
-    if self.state.fsdp_plugin.activation_checkpointing:
+    if self.state.fsdp_plugin.activation_checkpointing and model not in _prepared:
         msg = (
             "Accelerate is asked for activation_checkpointing, and the model is sharded "
             "already, too late for that. Leave out the setting, and call "
@@ -249,7 +255,8 @@ def _also_sharded(original: Callable[..., Any], self: Any, *args: Any) -> Any:
         )
         raise IntegrationError(msg)
     _note_for_transformers(models)
-    self._models.append(model)
+    if model not in self._models:
+        self._models.append(model)
     for first_pass in (True, False):
         args = tuple(
             each if each is model else self._prepare_one(each, first_pass=first_pass)
@@ -257,6 +264,27 @@ def _also_sharded(original: Callable[..., Any], self: Any, *args: Any) -> Any:
         )
     _step_pieces(args)
     return args
+
+
+def _also_alone(
+    original: Callable[..., Any],
+    self: Any,
+    *args: Any,
+    device_placement: list[bool] | None = None,
+) -> Any:
+    """Prepare everything; a model may come without an optimizer, for evaluation.
+
+    Accelerate asks for one, because FSDP2 replaces parameters. It gets one that never steps.
+    """
+    models = [each for each in args if isinstance(each, nn.Module)]
+    has_optimizer = any(isinstance(each, torch.optim.Optimizer) for each in args)
+    if not self.is_fsdp2 or len(models) != 1 or has_optimizer:
+        return original(self, *args, device_placement=device_placement)
+    optimizer = torch.optim.SGD(models[0].parameters())
+    placed = None if device_placement is None else [*device_placement, False]
+    *prepared, last = original(self, *args, optimizer, device_placement=placed)
+    self._optimizers.remove(last)
+    return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 
 def _with_own_state(
