@@ -227,7 +227,7 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 class Case:
     """A model and how to train it."""
 
-    make: Callable[[], nn.Module]  # Makes the model from the global random state.
+    make: Callable[..., nn.Module]  # Makes the model from the global random state.
     # The modules that get a group of their own, in the order to shard them; the root is none of
     # them.
     groups: Callable[[nn.Module], list[nn.Module]]

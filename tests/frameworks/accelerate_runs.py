@@ -120,10 +120,9 @@ def without_compiler() -> Iterator[None]:
 
 
 def make(name: str, seed: int = 0, **sizes: int) -> nn.Module:
-    """Make a model in training mode; `sizes` are fields of its config, for Llama only."""
+    """Make a model in training mode; `sizes` are fields of its config."""
     torch.manual_seed(seed)
-    maker: Callable[..., nn.Module] = ZOO[name].make
-    return maker(**sizes).train()
+    return ZOO[name].make(**sizes).train()
 
 
 def replicated(name: str) -> Run:

@@ -36,14 +36,17 @@ GROUPED_QUERIES = {"num_key_value_heads": 2}
 NO_DROPOUT_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def _maker(name: str, **options: typing.Any) -> Callable[[], nn.Module]:
-    """Return a function that makes a model of a class of transformers, by options of its config."""
+def _maker(name: str, **options: typing.Any) -> Callable[..., nn.Module]:
+    """Return a function that makes a model of a class of transformers, by options of its config.
 
-    def make() -> nn.Module:
+    The function takes other options in their place.
+    """
+
+    def make(**others: typing.Any) -> nn.Module:
         import transformers
 
         kind = getattr(transformers, name)
-        return kind(kind.config_class(**options))
+        return kind(kind.config_class(**{**options, **others}))
 
     return make
 
