@@ -18,6 +18,7 @@ The keys of round `n`, under the prefix of the run:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -38,7 +39,7 @@ _CONFIRM_S = 1.0
 _now = time.monotonic
 _DETAILS_S = 1.0
 _LOOK_S = 2.0
-_MORE_RESULT_S = 11.0  # An asker that takes longer, after the time for answers, has died.
+_MORE_RESULT_S = 4.0  # An asker that takes longer, after the time for answers, has died.
 _MAX_ROUNDS = 3
 _MAX_WITH_ALL_DETAILS = 16
 _NUM_KEPT = 16  # Rounds whose results are kept: new rounds may come faster than a rank reads.
@@ -130,23 +131,27 @@ class Rounds:
         would seem silent to whoever asks in between.
         """
         number = self.store.add("rounds", 0)
-        if not number or self.store.has(f"result/{number}"):
-            number += 1
-            if self.store.claim(f"asks/{number}", str(self._rank)):
-                return self._ask_round(number)
-        return self._result_of(number)
+        if number and not self.store.has(f"result/{number}"):
+            result = self._result_of(number)
+            if result is not None:
+                return result
+        number += 1
+        if self.store.claim(f"asks/{number}", str(self._rank)):
+            return self._ask_round(number)
+        return self._result_of(number) or Result()
 
-    def _result_of(self, number: int) -> Result:
-        """Return the result of another asker's round."""
+    def _result_of(self, number: int) -> Result | None:
+        """Return the result of another asker's round; None: the asker has ended before it."""
         self.statuses = []
         self._suspicion = ""
-        if not self.store.await_keys([f"result/{number}"], _result_s()):
-            # The asker has ended. The next rank that asks begins another round.
+        has_ended = functools.partial(self._has_ended, int(self.store.get(f"asks/{number}")))
+        if not self.store.await_keys([f"result/{number}"], _result_s(), has_ended):
+            # Ranks that have answered wait for a result. Then the next round can begin.
             self.store.claim(f"result/{number}", to_text(Result()))
             if self.store.add("rounds", 0) < number:
                 self.store.set("rounds", str(number))
                 self._wake(number)
-            return Result()
+            return None
         result = Result.load(self.store.get(f"result/{number}"))
         if result.diagnosis is not None:
             self._suspicion = result.diagnosis.suspicion
@@ -156,6 +161,10 @@ class Rounds:
             else:
                 self._silent_since.pop(rank, None)
         return result
+
+    def _has_ended(self, asker: int) -> bool:
+        state = self._unheard(asker).state if asker >= 0 else "silent"
+        return state == "gone" or state not in UNHEARD
 
     def _ask_round(self, number: int) -> Result:
         store = self.store

@@ -194,13 +194,34 @@ def test_where_the_asker_died_the_next_round_can_begin(
 ) -> None:
     """It had not woken anybody, or not all."""
     monkeypatch.setattr(watch_settings, "answer_s", 5.0)
-    monkeypatch.setattr(module, "_MORE_RESULT_S", -4.9)
+    monkeypatch.setattr(module, "_MORE_RESULT_S", -4.9)  # It could ask from another machine.
     store.claim("asks/1", "0")
     with answering(store, RankStatus(0), RankStatus(1)):
         asker = Rounds(store, 2, 1)
         assert asker.ask() is None
         assert asker.ask() is None
         assert [status.state for status in asker.statuses] == ["runs", "runs"]
+    assert store.add("rounds", 0) == 2
+
+
+@pytest.mark.parametrize("how", ["gone", "raised"])
+def test_where_the_asker_ended_in_its_round_the_next_one_begins_at_once(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Ranks that have answered wait for the result of its round."""
+    monkeypatch.setattr(module, "_MORE_RESULT_S", 1000.0)
+    monkeypatch.setattr(watch_settings, "answer_s", 5.0)
+    if how == "gone":
+        store.set("hello/0", json.dumps(["host", NO_PROCESS, "1", machine_id()]))
+    else:
+        store.set("end/0", RankStatus(0, state="raised").dump())
+    with answering(store, RankStatus(0), RankStatus(1)):
+        store.claim("asks/1", "0")
+        store.set("rounds", "1")
+        store.set_all({"wake/0/1": "", "wake/1/1": ""})
+        asker = Rounds(store.clone(), 2, 1)
+        asker.ask()
+    assert [status.state for status in asker.statuses] == ["runs", "runs"]
     assert store.add("rounds", 0) == 2
 
 
