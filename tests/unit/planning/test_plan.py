@@ -380,7 +380,8 @@ class CutsByValue(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: typing.Any = None) -> None:
         for param in self.param_groups[0]["params"]:
-            param.grad[param.grad > 1] = 0
+            for index in (param.grad > 1).nonzero():
+                param.grad[tuple(index)] = 0
         super().step(closure)
 
 

@@ -175,7 +175,7 @@ def with_another_name(model: nn.Sequential) -> None:
     model[1].register_parameter("kernel", weight)
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 DIFFERENCES: dict[str, tuple[Callable[[], list[typing.Any]], str]] = {
     "shape": (lambda: groups_of(wider), r"'1.weight' is \(2, 4\) .* but '1.weight' is \(5, 4\)"),
     "dtype": (
