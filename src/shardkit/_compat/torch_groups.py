@@ -128,14 +128,14 @@ def refuse_sharded_in_lists(sharded: type) -> None:
 
     def check(original: Any, param: Any, name: str) -> None:
         original(param, name)
-        found = [each for each in param if issubclass(type(each), sharded)]
-        if found and name in _IN_LISTS_OF_LISTS:
-            msg = (
-                f"{name} of a collective has a sharded tensor of shape {tuple(found[0].shape)}, "
-                f"of which this rank has a piece only. Pass plain tensors: to_local().clone(), or "
-                f"full_tensor(), called on all ranks."
-            )
-            raise ShardedTensorError(msg)
+        for each in param if name in _IN_LISTS_OF_LISTS else ():
+            if issubclass(type(each), sharded):
+                msg = (
+                    f"{name} of a collective has a sharded tensor of shape {tuple(each.shape)}, of "
+                    f"which this rank has a piece only. Pass plain tensors: to_local().clone(), or "
+                    f"full_tensor(), called on all ranks."
+                )
+                raise ShardedTensorError(msg)
 
     wrap(c10d, "_check_tensor_list", check)
 

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardkit._text import listed, listed_lines
+from shardkit.backends.watch.status import LEFT, RankStatus, WaitStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    from shardkit.backends.watch.status import RankStatus, WaitStatus
 
 _MAX_DETAILS = 16
 
@@ -130,7 +129,7 @@ def _is_lost(status: RankStatus, silent_after_s: float) -> bool:
     """Whether a rank will not issue any more collectives."""
     if status.state == "silent":
         return status.silent_s >= silent_after_s
-    return status.gave_up is not None or status.state in ("gone", "ended", "raised", "destroyed")
+    return status.gave_up is not None or status.state in LEFT
 
 
 def _lacking(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:

@@ -9,7 +9,7 @@ The keys of round `n`, under the prefix of the run:
 | ``wake/RANK/n`` | the asker, for all ranks at once | nothing; each rank waits for its own key |
 | ``answer/n/RANK`` | each rank | its status, without details |
 | ``details/RANK`` | each rank, after its answer | its status with details; of the last round only |
-| ``result/n`` | the asker | `Result`: the conclusion |
+| ``result/n`` | the asker, or who finds that it has ended | `Result`: the conclusion, if any |
 | ``looked/n/RANK`` | a rank that was asked to look | what silent processes of its machine do |
 | ``hello/RANK`` | each rank, once | host, process and its start, machine |
 | ``end/RANK`` | each rank, once, at its end | its last status |
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from shardkit._processes import machine_id, process_state, start_of
 from shardkit._settings import watch_settings
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose
-from shardkit.backends.watch.status import UNHEARD, RankStatus, from_text, to_text
+from shardkit.backends.watch.status import LEFT, UNHEARD, RankStatus, from_text, to_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,8 +163,7 @@ class Rounds:
         return result
 
     def _has_ended(self, asker: int) -> bool:
-        state = self._unheard(asker).state if asker >= 0 else "silent"
-        return state == "gone" or state not in UNHEARD
+        return asker >= 0 and self._unheard(asker).state in LEFT
 
     def _ask_round(self, number: int) -> Result:
         store = self.store

@@ -216,6 +216,7 @@ _MAX_TEXT = 1 << 20
 STATES = ("runs", "destroyed", "ended", "raised")  # States that a rank reports of itself.
 UNHEARD = ("unborn", "silent", "busy", "stopped", "gone")
 """States that other ranks find out about a rank that does not answer."""
+LEFT = ("gone", "ended", "raised", "destroyed")  # States of a rank that takes part no more.
 
 
 @dataclass(slots=True)
