@@ -128,7 +128,16 @@ def fork_loader_workers(run: Training) -> None:
 
 def be_stopped(run: Training) -> None:
     """For a while, by somebody from outside."""
-    if run.is_odd:
+    _be_stopped(is_meant=run.is_odd)
+
+
+def stop_with_the_store(run: Training) -> None:
+    """Without a launcher rank 0 holds the store."""
+    _be_stopped(is_meant=run.rank == 0)
+
+
+def _be_stopped(*, is_meant: bool) -> None:
+    if is_meant:
         going_on = f"import os, time; time.sleep({LONG_S / 2}); os.kill({os.getpid()}, 18)"
         with subprocess.Popen([sys.executable, "-c", going_on]):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -281,6 +290,7 @@ BETWEEN_STEPS: dict[str, Callable[[Training], None]] = {
         load_a_large_pickle,
         fork_loader_workers,
         be_stopped,
+        stop_with_the_store,
         wait_in_a_debugger,
         save_slowly,
         evaluate_in_a_plain_copy,

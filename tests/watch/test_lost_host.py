@@ -55,11 +55,24 @@ def test_a_host_that_disappears_is_named(hosts: tuple[Host, Host], culprit: int)
             assert "the store of the process group does not answer" in each.output, each.output
 
 
-@pytest.mark.parametrize("name", ["hold_the_lock", "sleep", "save_slowly"])
+@pytest.mark.parametrize(
+    ("name", "silent_after_s"),
+    [
+        ("hold_the_lock", "60"),
+        ("sleep", "60"),
+        ("save_slowly", "60"),
+        ("hold_the_lock", "5"),
+        ("be_stopped", "5"),
+        ("stop_with_the_store", "5"),
+    ],
+)
 def test_a_host_that_only_takes_long_goes_on(
-    hosts: tuple[Host, Host], name: str, tmp_path: pathlib.Path
+    hosts: tuple[Host, Host], name: str, silent_after_s: str, tmp_path: pathlib.Path
 ) -> None:
-    """It has another network, another name and process ids of its own."""
+    """It has another network, another name and process ids of its own.
+
+    However long it is silent: its kernel accepts connections.
+    """
     ended = start_ranks(
         (healthy_cases.__file__, name, str(tmp_path)),
         2,
@@ -68,6 +81,7 @@ def test_a_host_that_only_takes_long_goes_on(
         by_rank=lambda rank: {"GLOO_SOCKET_IFNAME": hosts[rank].interface},
         MASTER_ADDR=hosts[0].address,
         LONG_S="25",
+        SHARDKIT_SILENT_AFTER_S=silent_after_s,
         **ASK_SOON,
     )
     for each in ended:

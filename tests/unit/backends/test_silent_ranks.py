@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardkit._processes import machine_id
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import rounds
+from shardkit.backends.watch.liveness import NOWHERE
 from shardkit.backends.watch.runs import RunStore
 
 ELSEWHERE = "another boot pid:[1]"
@@ -40,7 +41,7 @@ def test_equal_names_of_hosts_do_not_mislead(
     monkeypatch.setattr(watch_settings, "answer_s", 0.01)
     store = RunStore("run", dist.HashStore())
     pid = os.getpid() if is_alive else dead_process()
-    store.set("hello/0", json.dumps([socket.gethostname(), pid, "", machine]))
+    store.set("hello/0", json.dumps([socket.gethostname(), pid, "", machine, NOWHERE]))
     asker = rounds.Rounds(store, 1, -1)
     asker.ask()
     assert [answer.state for answer in asker.statuses] == [state]

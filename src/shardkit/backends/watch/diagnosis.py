@@ -369,6 +369,8 @@ _STATES = {
     "stopped": "is stopped (SIGSTOP, a debugger): process {pid} on {host} goes on by `kill -CONT`",
     "silent": "has not answered for {silent_s:.0f} s: native code may hold Python in process {pid} "
     "on {host}, or that host is lost",
+    "reachable": "does not answer, but process {pid} on {host} lives: it may be stopped, or native "
+    "code may hold Python there",
     "busy": "does not answer, but process {pid} on {host} lives: native code may hold Python there",
     "unborn": "has not made a mesh yet",
     "raised": "has ended by {error}",

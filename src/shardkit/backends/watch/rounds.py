@@ -11,7 +11,7 @@ The keys of round `n`, under the prefix of the run:
 | ``details/RANK`` | each rank, after its answer | its status with details; of the last round only |
 | ``result/n`` | the asker, or who finds that it has ended | `Result`: the conclusion, if any |
 | ``looked/n/RANK`` | a rank that was asked to look | what silent processes of its machine do |
-| ``hello/RANK`` | each rank, once | host, process and its start, machine |
+| ``hello/RANK`` | each rank, once | host, process and its start, machine, where it listens |
 | ``end/RANK`` | each rank, once, at its end | its last status |
 """
 
@@ -23,12 +23,13 @@ import json
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit._processes import machine_id, process_state, start_of
 from shardkit._settings import watch_settings
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose
-from shardkit.backends.watch.status import LEFT, UNHEARD, RankStatus, from_text, to_text
+from shardkit.backends.watch.liveness import NOWHERE, Address, Connections
+from shardkit.backends.watch.status import ALIVE, LEFT, UNHEARD, RankStatus, from_text, to_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,6 +73,16 @@ class Result:
             return cls()
 
 
+class Hello(NamedTuple):
+    """How a rank introduces itself."""
+
+    host: str
+    pid: int
+    start: str  # Start of the process, in the machine's ticks.
+    machine: str  # Machine on which the process id is valid.
+    address: Address  # Where the process listens.
+
+
 class Rounds:
     """An asker, which asks all ranks of a run where they are."""
 
@@ -82,7 +93,8 @@ class Rounds:
         self._world_size = world_size  # Number of ranks.
         # Rank that asks; -1 for a process outside of the run, which never ends the run.
         self._rank = rank
-        self._hello: dict[int, tuple[str, int, str, str]] = {}
+        self._hello: dict[int, Hello] = {}
+        self._connections = Connections()  # To ranks that do not answer.
         self._silent_since: dict[int, float] = {}
         self._known: dict[int, str] = {}  # States of silent ranks, as their hosts see them.
         self._suspicion = ""
@@ -180,7 +192,7 @@ class Rounds:
         if wanted and self._add_details(number, wanted):
             diagnosis = self._diagnose()
         self._suspicion = diagnosis.suspicion if diagnosis is not None else ""
-        silent = [status.rank for status in self.statuses if status.state in UNHEARD]
+        silent = [status.rank for status in self.statuses if status.state == "silent"]
         result = Result(diagnosis, silent, self._who_shall_look())
         # An observer never ends the run; and diagnoses wait for the results of looks.
         is_told = self._rank >= 0 and not result.look
@@ -215,7 +227,20 @@ class Rounds:
                 by_rank[rank] = status
                 self._silent_since.pop(rank, None)
                 self._known.pop(rank, None)
-        return [by_rank.get(rank) or self._unheard(rank) for rank in range(self._world_size)]
+        statuses = [by_rank.get(rank) or self._unheard(rank) for rank in range(self._world_size)]
+        self._reach(statuses)
+        for status in statuses:
+            if status.state in ALIVE:
+                self._silent_since[status.rank] = _now()
+        return statuses
+
+    def _reach(self, statuses: Sequence[RankStatus]) -> None:
+        """Find out which silent processes exist."""
+        silent = {s.rank: self._hello[s.rank].address for s in statuses if s.state == "silent"}
+        reached = self._connections.reach(silent.values())
+        for rank, address in silent.items():
+            if address in reached:
+                statuses[rank].state = "reachable"
 
     def _unheard(self, rank: int) -> RankStatus:
         """Return the known state of a rank that has not answered."""
@@ -223,12 +248,12 @@ class Rounds:
             status = _read(self.store.get(f"end/{rank}"), rank)
             if status is not None:
                 return status
-        since = self._silent_since.setdefault(rank, _now() - watch_settings.answer_s)
         if rank not in self._hello and self.store.has(f"hello/{rank}"):
             self._hello[rank] = _read_hello(self.store.get(f"hello/{rank}"))
         if rank not in self._hello:
             return RankStatus(rank, state="unborn")
-        host, pid, start, machine = self._hello[rank]
+        since = self._silent_since.setdefault(rank, _now() - watch_settings.answer_s)
+        host, pid, start, machine, _ = self._hello[rank]
         is_here = machine == machine_id()
         state = process_state(pid, start) if is_here else self._known.get(rank, "silent")
         return RankStatus(rank, host, pid, state, silent_s=_now() - since)
@@ -257,7 +282,8 @@ class Rounds:
 
         That rank is on the same machine, so process ids are valid there.
         """
-        silent = [s for s in self.statuses if s.state == "silent" and s.rank not in self._known]
+        unseen = ("silent", "reachable")
+        silent = [s for s in self.statuses if s.state in unseen and s.rank not in self._known]
         look: dict[str, list[SilentProcess]] = {}
         if not silent:
             return look
@@ -269,10 +295,10 @@ class Rounds:
         texts = self.store.get_all([*keys]) if keys else []
         self._hello |= dict(zip(unknown, map(_read_hello, texts), strict=True))
         by_machine = {
-            self._hello[rank][-1]: rank for rank in reversed(awake) if rank in self._hello
+            self._hello[rank].machine: rank for rank in reversed(awake) if rank in self._hello
         }
         for status in silent:
-            _, pid, start, machine = self._hello[status.rank]
+            _, pid, start, machine, _ = self._hello[status.rank]
             if machine in by_machine:
                 process = SilentProcess(status.rank, pid, start)
                 look.setdefault(str(by_machine[machine]), []).append(process)
@@ -285,7 +311,8 @@ class Rounds:
             if self.store.await_keys([key], _LOOK_S):
                 self._known |= _read_looked(self.store.get(key))
                 self.store.delete(key)
-        if not set(self._known).intersection(result.silent):
+        asked = {process.rank for processes in result.look.values() for process in processes}
+        if asked.isdisjoint(self._known):
             result.look = {}  # No rank has answered, so asking again does not help.
 
 
@@ -342,17 +369,17 @@ def _result_s() -> float:
     return watch_settings.answer_s + _MORE_RESULT_S
 
 
-def hello(host: str, pid: int) -> str:
+def hello(host: str, pid: int, address: Address = NOWHERE) -> str:
     """Return the text by which a rank introduces itself once."""
-    return json.dumps([host, pid, start_of(pid), machine_id()])
+    return json.dumps(Hello(host, pid, start_of(pid), machine_id(), address))
 
 
-def _read_hello(text: bytes) -> tuple[str, int, str, str]:
+def _read_hello(text: bytes) -> Hello:
     try:
-        host, pid, start, machine = json.loads(text)
-        return str(host), int(pid), str(start), str(machine)
+        host, pid, start, machine, (name, port) = json.loads(text)
+        return Hello(str(host), int(pid), str(start), str(machine), Address(str(name), int(port)))
     except (TypeError, ValueError, RecursionError):
-        return "?", 0, "", "?"
+        return Hello("?", 0, "", "?", NOWHERE)
 
 
 def _read(text: bytes, rank: int) -> RankStatus | None:

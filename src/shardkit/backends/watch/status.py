@@ -214,8 +214,9 @@ def describe_record(record: dict[str, Any]) -> list[str]:
 
 _MAX_TEXT = 1 << 20
 STATES = ("runs", "destroyed", "ended", "raised")  # States that a rank reports of itself.
-UNHEARD = ("unborn", "silent", "busy", "stopped", "gone")
+UNHEARD = ("unborn", "silent", "reachable", "busy", "stopped", "gone")
 """States that other ranks find out about a rank that does not answer."""
+ALIVE = ("reachable", "busy", "stopped")  # Those of a process that exists.
 LEFT = ("gone", "ended", "raised", "destroyed")  # States of a rank that takes part no more.
 
 
@@ -275,7 +276,7 @@ class RankStatus:
     wait: WaitStatus | None = None  # Wait of its main thread or device.
     call: CallStatus | None = None  # Call of its main thread.
     gave_up: str | None = None  # Error that it raised, after which it issues no collectives.
-    silent_s: float = 0.0  # Seconds for which it has not answered.
+    silent_s: float = 0.0  # Seconds without an answer, or another sign that its process exists.
     # In details only: the stack of the main thread, lines of the engine of an accelerator (NCCL's
     # flight recorder), and the places that called the last root forwards, up to `step`.
     stack: str = ""

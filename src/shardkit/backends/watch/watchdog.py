@@ -41,6 +41,7 @@ from shardkit.backends.watch.history import (
     Wait,
     is_main_thread,
 )
+from shardkit.backends.watch.liveness import NOWHERE, Connections, Listener, address_of
 from shardkit.backends.watch.rounds import Answering, Rounds, hello
 from shardkit.backends.watch.runs import RunStore, store_of_run
 from shardkit.backends.watch.status import (
@@ -329,7 +330,8 @@ class Watchdog:
         self._asking = threading.Lock()
         self._asker: threading.Thread | None = None
         self._asked_since = 0.0
-        self._awake_since = self._looked_at = time.monotonic()
+        self._awake_since = self._looked_at = self._store_seen_at = time.monotonic()
+        self._to_store = Connections()
         self._rounds: Rounds | None = None
         self._asked_for: str | None = None
         self._complained = 0.0
@@ -339,6 +341,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._file: Path | None = None
         self._answering: Answering | None = None
+        self._listener = Listener(NOWHERE)
         if world_size > 1:
             self._start()
 
@@ -349,10 +352,12 @@ class Watchdog:
         # the store has not stopped to answer, so the watch uses it no more.
         with contextlib.suppress(RuntimeError):
             self._store = self._store.clone()
-        self._store.set(f"hello/{self.rank}", hello(socket.gethostname(), os.getpid()))
-        bottom = self._store.connection
-        if hasattr(bottom, "port"):  # Then `python -m shardkit why` can reach the store.
-            place = (bottom.host, bottom.port, self.world_size, self.rank)
+        at = address_of(self._store.connection)
+        self._listener = Listener(at)
+        own = hello(socket.gethostname(), os.getpid(), self._listener.address)
+        self._store.set(f"hello/{self.rank}", own)
+        if at != NOWHERE:  # Then `python -m shardkit why` can reach the store.
+            place = (*at, self.world_size, self.rank)
             process = (os.getpid(), time.time(), machine_id(), start_of(os.getpid()))
             self._file = runs.register(runs.RankFile(self._store.run, *place, *process))
         for name, target in (("answers", self._listen), ("clock", self._tick)):
@@ -581,9 +586,14 @@ class Watchdog:
         # If the launcher holds the store, its process is not known.
         holder = None if _is_agents_store() else runs.rank_here(self._store.run, 0)
         state = "silent" if holder is None else holder.process_state
+        is_unseen = state == "silent" and (
+            min(silent_s, time.monotonic() - self._store_seen_at) >= watch_settings.silent_after_s
+        )
+        if is_unseen and self._reaches_store():
+            is_unseen, self._store_seen_at = False, time.monotonic()
         if state == "gone":
             self._end(self._store_is_gone(or_more=""))
-        elif state == "silent" and silent_s >= watch_settings.silent_after_s:
+        elif is_unseen:
             self._end(self._store_is_gone(or_more=", or its host is gone"), is_store_silent=True)
         elif silent_s >= waits[0].next_word:
             waits[0].next_word = silent_s * _MORE_WORDS
@@ -595,6 +605,10 @@ class Watchdog:
                 "rank %d: %sthe store of the process group has not answered for %.0f s: %s. The "
                 "run goes on.", self.rank, self._own_wait(), silent_s, why,
             )  # fmt: skip
+
+    def _reaches_store(self) -> bool:
+        """Whether the process that holds a silent store exists, on any host."""
+        return bool(self._to_store.reach([address_of(self._store.connection)]))
 
     def _own_wait(self) -> str:
         statuses = [wait.status() for wait in self._all_waits(0.0)]
@@ -712,6 +726,7 @@ class Watchdog:
                 if is_over():  # The watchdog was closed before the wake key existed.
                     return
                 store.block_until(answering.wake_key, is_over)
+                self._listener.clear()
                 result = answering.answer(is_over)
                 if result.diagnosis is not None and not is_over():
                     self._take_up(result.diagnosis, store)
@@ -831,6 +846,7 @@ class Watchdog:
                 channel.end_waits()
             self.channels.clear()  # The rest of the process groups may be freed.
             self._free_stores.clear()
+            self._listener.close()
             if self._file is not None:
                 self._file.unlink(missing_ok=True)
 

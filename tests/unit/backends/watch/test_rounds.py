@@ -18,6 +18,7 @@ from shardkit._processes import machine_id, start_of
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import rounds as module
 from shardkit.backends.watch.diagnosis import Diagnosis
+from shardkit.backends.watch.liveness import NOWHERE, Address, Listener
 from shardkit.backends.watch.rounds import Answering, Result, Rounds, hello
 from shardkit.backends.watch.runs import RunStore
 from shardkit.backends.watch.status import (
@@ -212,7 +213,7 @@ def test_where_the_asker_ended_in_its_round_the_next_one_begins_at_once(
     monkeypatch.setattr(module, "_MORE_RESULT_S", 1000.0)
     monkeypatch.setattr(watch_settings, "answer_s", 5.0)
     if how == "gone":
-        store.set("hello/0", json.dumps(["host", NO_PROCESS, "1", machine_id()]))
+        store.set("hello/0", json.dumps(["host", NO_PROCESS, "1", machine_id(), NOWHERE]))
     else:
         store.set("end/0", RankStatus(0, state="raised").dump())
     with answering(store, RankStatus(0), RankStatus(1)):
@@ -231,7 +232,7 @@ def test_what_is_known_of_who_does_not_answer(store: RunStore, known: str) -> No
         machine = "elsewhere" if known == "silent" else machine_id()
         pid = NO_PROCESS if known == "gone" else os.getpid()
         start = "1" if known == "taken over" else start_of(pid)
-        store.set("hello/0", json.dumps(["host", pid, start, machine]))
+        store.set("hello/0", json.dumps(["host", pid, start, machine, NOWHERE]))
     asker = Rounds(store, 1, -1)
     asker.ask()
     assert asker.statuses[0].state == ("gone" if known == "taken over" else known)
@@ -261,7 +262,7 @@ def test_others_of_a_machine_look_at_who_is_silent_there(
     """Rank 0 asks; ranks 1 and 2 are elsewhere, where rank 1 answers for rank 2."""
     monkeypatch.setattr(module, "machine_id", lambda: "here")
     for rank, machine in enumerate(["here", "there", "there"]):
-        store.set(f"hello/{rank}", json.dumps(["host", pid, start, machine]))
+        store.set(f"hello/{rank}", json.dumps(["host", pid, start, machine, NOWHERE]))
     groups = {"0": GroupStatus([0, 1, 2], 1, recent=["a"])}
     zero = RankStatus(0, groups=groups, wait=WaitStatus("0", 0, "a", 3.0))
     one = RankStatus(1, groups=groups)
@@ -279,7 +280,7 @@ def test_silence_counts_within_one_wait_without_gaps(
 ) -> None:
     monkeypatch.setattr(watch_settings, "answer_s", 0.02)
     monkeypatch.setattr(watch_settings, "silent_after_s", 1000.0)
-    store.set("hello/1", json.dumps(["host", 1, "", "elsewhere"]))
+    store.set("hello/1", json.dumps(["host", 1, "", "elsewhere", NOWHERE]))
     now = [100.0]
     monkeypatch.setattr(module, "_now", lambda: now[0])
     asker = Rounds(store, 2, 0)
@@ -300,6 +301,49 @@ def test_silence_counts_within_one_wait_without_gaps(
     assert silence(RankStatus(1)) == 0
     monkeypatch.setattr(watch_settings, "answer_s", 0.02)
     assert silence() < 1
+
+
+def test_who_has_just_made_its_first_mesh_has_not_been_silent_before(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_settings, "answer_s", 0.02)
+    now = [100.0]
+    monkeypatch.setattr(module, "_now", lambda: now[0])
+    asker = Rounds(store, 1, 0)
+    asker.ask()
+    now[0] += 1000
+    store.set("hello/0", json.dumps(["host", 1, "", "elsewhere", NOWHERE]))
+    asker.ask()
+    assert asker.statuses[0].state == "silent"
+    assert asker.statuses[0].silent_s < 1
+
+
+def test_who_lives_on_another_host_is_not_lost_however_long_it_is_silent(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel accepts connections. When they fail, the silence counts from the last one."""
+    monkeypatch.setattr(watch_settings, "answer_s", 0.02)
+    now = [100.0]
+    monkeypatch.setattr(module, "_now", lambda: now[0])
+    listener = Listener(Address("127.0.0.1", 1))
+    there = ["host", 1, "", "elsewhere", listener.address]
+    store.set("hello/1", json.dumps(there))
+    asker = Rounds(store, 2, 0)
+
+    def ask() -> Diagnosis:
+        now[0] += 50
+        with answering(store, waiting(0)):
+            diagnosis = asker.ask()
+        assert diagnosis is not None
+        return diagnosis
+
+    for _ in range(4):
+        diagnosis = ask()
+        assert not diagnosis.is_final
+        assert "rank 1 does not answer, but process 1 on host lives" in diagnosis.text
+    listener.close()
+    assert not ask().is_final
+    assert "rank 1 has not answered for 100 s" in ask().text
 
 
 def test_what_is_suspected_is_looked_at_again_at_once(store: RunStore) -> None:
@@ -341,6 +385,7 @@ def test_a_rank_that_reads_slowly_does_not_miss_what_follows(
     """Other rounds have come and gone meanwhile."""
     monkeypatch.setattr(watch_settings, "answer_s", 0.02)
     monkeypatch.setattr(module, "_DETAILS_S", 0.02)  # Who has ended gives none.
+    store.set("hello/0", json.dumps(["host", 1, "", "elsewhere", NOWHERE]))
     store.set("end/1", RankStatus(1, state="ended").dump())
     slow = Answering(store.clone(), 0, lambda: waiting(0))
     asker = Rounds(store, 2, 1)
