@@ -58,8 +58,9 @@ class Listener:
             if store == NOWHERE:
                 return
             family, own = _own_address(store)
-            # Others may know a host by another name than it does itself: all its addresses do then.
+            # Others may know the host of the store by other addresses than it does itself.
             is_of_store = ipaddress.ip_address(own).is_loopback
+            is_of_store = is_of_store and store.host not in ("localhost", own)
             bound = socket.create_server(
                 ("" if is_of_store else own, 0), family=family, backlog=_BACKLOG
             )

@@ -90,12 +90,19 @@ def test_connections_that_nobody_needs_any_more_leave_the_queue() -> None:
 
 @pytest.mark.parametrize(
     ("store", "own"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("no.such.name.invalid", "")],
+    [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("no.such.name.invalid", "")],
 )
 def test_others_reach_this_process_as_they_reach_the_store(store: str, own: str) -> None:
-    """A host may know its own name as that of its loopback, which means others to others."""
+    """A host may know its own name as an address of its loopback, and others as another one."""
     listener = Listener(Address(store, 1))
     assert listener.address.host == own
     assert Connections().reach([listener.address]) == ({listener.address} if own else set())
     listener.clear()
+    listener.close()
+
+
+def test_a_run_on_one_host_listens_on_its_loopback_only() -> None:
+    listener = Listener(Address("localhost", 1))
+    assert listener.address.host in ("127.0.0.1", "::1")
+    assert not Connections().reach([Address("127.0.0.2", listener.address.port)])
     listener.close()
