@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -62,6 +63,23 @@ def start_of(pid: int) -> str:
     except OSError:
         return "0" if pid == os.getpid() else ""
     return "" if fields[0] in "ZXx" else fields[_START]
+
+
+def allow_open_files(pid: int, number: int) -> int:
+    """Let a process of this user open more files, as far as its hard limit goes.
+
+    Returns:
+        Number of files that it may have open; `number` if that cannot be known.
+    """
+    try:
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY or soft >= number:
+            return number
+        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, hard))
+    except (AttributeError, OSError, ValueError):  # It is not Linux, or not allowed.
+        return number
+    return most
 
 
 def _fields(pid: int) -> list[str]:

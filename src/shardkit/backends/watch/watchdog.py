@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit._compat import torch_groups
-from shardkit._errors import RankMismatchError, StateError
-from shardkit._processes import machine_id, start_of
+from shardkit._errors import RankMismatchError, StateError, warn_user
+from shardkit._processes import allow_open_files, machine_id, start_of
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import Diagnosis, explain_error, what_is_awaited
@@ -287,6 +287,7 @@ _LAST_WORKS_S = 0.05
 _STUCK_S = 2.0
 _RETRY_S = 5.0
 _RAISED_S = 5.0
+_NUM_OTHER_FILES, _NUM_FILES_OF_RANK = 256, 6  # With connections of threads, and those of NCCL.
 _STORE_GONE = (
     "the store of the process group does not answer: the process that holds it (rank 0's, or the "
     "launcher's) has ended{or_more}. Look at the output of rank 0 and of the launcher."
@@ -348,6 +349,7 @@ class Watchdog:
     def _start(self) -> None:
         """Let others find this process, and begin to answer."""
         MainThread.now = threading.current_thread()
+        self._make_room()
         # A thread that makes a process group, or waits for a key, waits in torch's connection. Then
         # the store has not stopped to answer, so the watch uses it no more.
         with contextlib.suppress(RuntimeError):
@@ -364,6 +366,24 @@ class Watchdog:
             thread = threading.Thread(target=target, name=f"shardkit-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def _make_room(self) -> None:
+        """Let the process that holds the store open a file for each connection of the watch.
+
+        Torch's store closes a connection for which it cannot open a file. Ranks try again.
+        """
+        is_agents = _is_agents_store()
+        is_first = os.environ.get("LOCAL_RANK") == "0" if is_agents else self.rank == 0
+        if is_first:
+            number = _NUM_OTHER_FILES + _NUM_FILES_OF_RANK * self.world_size
+            allowed = allow_open_files(os.getppid() if is_agents else os.getpid(), number)
+            msg = (
+                f"the process that holds the store may open {allowed} files, and may need "
+                f"{number} for {self.world_size} ranks: at its limit ranks wait until they can "
+                f"connect. Write `ulimit -n {number}` before the launcher."
+            )
+            if allowed < number:
+                warn_user(msg, is_first_rank=self.rank == 0)
 
     def begin_step(self) -> None:
         """Note where a root's forward begins, for the error if ranks diverge later."""
