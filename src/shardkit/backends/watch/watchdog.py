@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -21,6 +22,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -962,6 +964,8 @@ def _at_start() -> None:
     """Report the end of this process, and of the process group, to other ranks."""
     torch_groups.around_end_of_world(after=functools.partial(_end_with_group, os.getpid()))
     atexit.register(_say_goodbye, os.getpid())
+    if multiprocessing.parent_process() is not None:  # Forked ones may end without `atexit`.
+        Finalize(None, _say_goodbye, (os.getpid(),), exitpriority=0)
     hook = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -991,7 +995,10 @@ def _end_with_group(pid: int) -> None:
 
 def _say_goodbye(pid: int) -> None:
     if _current is not None and os.getpid() == pid:  # Not in a forked process.
-        error = getattr(sys, "last_value", None)  # An exception that nobody has caught.
+        # An exception that nobody has caught; multiprocessing's processes end while it is handled.
+        error = sys.exception() or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit):
+            error = (error.__context__ or error) if error.code else None
         if error is not None and not _current.has_raised:  # Another hook took the place of ours.
             _current.note_end(error)
         _current.close("raised" if _current.has_raised else "ended")
