@@ -71,6 +71,11 @@ MUTATIONS = (
     Mutation(RUNTIME, "a capture gathers anew what was gathered before it", "captured"),
     Mutation(RUNTIME, "a capture uses no parts that were kept before it", "captured_kept_parts"),
     Mutation(RUNTIME, "a capture comes after the optimizer's event", "captured_on_a_users_stream"),
+    Mutation(
+        STREAMS,
+        "a capture does not wait for streams of a dropped model",
+        "captured_beside_a_dropped_model",
+    ),
     # --- reductions ---
     Mutation(STREAMS, "reductions wait for compute", "zero3"),
     Mutation(STREAMS, "a stream waits for the one before it", "hybrid"),
