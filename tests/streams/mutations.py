@@ -60,6 +60,11 @@ MUTATIONS = (
     Mutation(STREAMS, "gathers wait for slots' readers", "zero3"),
     Mutation(STREAMS, "gathers wait for writes to shards", "by_hand"),
     Mutation(STREAMS, "gathers wait for the optimizer's event", "optimizer_event"),
+    Mutation(
+        RUNTIME,
+        "compute waits for the optimizer's event where it reads shards",
+        "optimizer_event_of_replicas",
+    ),
     Mutation(STREAMS, "compute waits for the gather", "zero3"),
     Mutation(STREAMS, "the host waits for the last copy from its shards", "offload"),
     Mutation(STREAMS, "the host waits for copies of offloaded shards", "offload"),
