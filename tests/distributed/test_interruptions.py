@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import typing
 from unittest import mock
 
@@ -21,11 +22,13 @@ from reference import (
     TRAINED,
     Differences,
     assert_each_within,
+    assert_within,
     make_mesh,
     my_batch,
     shard,
 )
 from shardkit import MixedPrecisionPolicy, ShardedTensor, StateError, fully_shard
+from shardkit._params.memory import SlotPool
 from shardkit.backends.direct_reads import DirectExchange
 from workers import Spawn, on_ranks, spawn_each
 
@@ -158,6 +161,41 @@ def test_training_goes_on_after_an_exception_anywhere(spawn: Spawn, place: str) 
     choices = {f"{how}, {what}": (how, what) for where, how, what in turns if where == place}
     found = spawn_each(spawn, choices, train_interrupted, 2, place)
     assert_each_within(found, **TRAINED)
+
+
+def train_without_memory(reshard_after_forward: bool) -> Differences:
+    """Have each request for memory of a step fail once, and go on each time."""
+    plain = Fragile()
+    model = shard(FRAGILE, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    acquire, calls = SlotPool.acquire, itertools.count()
+    fails_at = 0
+
+    def fail(*args: typing.Any) -> typing.Any:
+        if next(calls) == fails_at:
+            raise RuntimeError(EXCEPTIONS["memory"][1])
+        return acquire(*args)
+
+    with mock.patch.object(SlotPool, "acquire", fail):
+        while True:
+            calls = itertools.count()
+            try:
+                FRAGILE.loss(model, my_batch(FRAGILE, 0)).backward()
+            except RuntimeError as error:
+                assert "allocate" in str(error)  # noqa: PT017 - the last call raises nothing
+            else:
+                break
+            model.zero_grad()
+            fails_at += 1
+    assert fails_at > len(FRAGILE.groups(model))
+    model.zero_grad()
+    return compare_training(FRAGILE, model, plain, steps=2)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_training_goes_on_after_any_memory_was_refused(
+    spawn: Spawn, reshard_after_forward: bool
+) -> None:
+    assert_within(spawn(train_without_memory, 2, reshard_after_forward), **TRAINED)
 
 
 # --- caught inside of the model -------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import typing
 
 import numpy as np
@@ -246,6 +247,25 @@ def captured_on_a_users_stream(run: Run) -> Training:
     return pair.training
 
 
+def captured_beside_a_dropped_model(run: Run) -> Training:
+    """Python collects another model, which was dropped before, while the step is captured."""
+    others = [Training(run)]
+    others[0].backward(0)
+
+    def make_step(training: Training) -> Callable[..., Tensor]:
+        step = whole_step(training)
+
+        def dropping(batch: Tensor) -> Tensor:
+            if run[0].graph is not None:
+                others.clear()
+                gc.collect()
+            return step(batch)
+
+        return dropping
+
+    return Pair(run, make_step).train()
+
+
 CAPTURED = (
     captured,
     captured_zero2,
@@ -257,4 +277,5 @@ CAPTURED = (
     captured_kept_parts,
     captured_without_optimizer,
     captured_on_a_users_stream,
+    captured_beside_a_dropped_model,
 )

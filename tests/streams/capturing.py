@@ -70,13 +70,15 @@ class SimulatedGraph:
         self._nodes: list[Work | Wait | Communication] = []
         self._before: dict[SimulatedStream, Before] = {}
         self._erasers: set[SimulatedStream] = set()
+        self._refused = ""  # What a card has refused last: then the graph is lost.
 
     @contextlib.contextmanager
     def capturing(self, origin: SimulatedStream) -> Iterator[None]:
         """Note what is issued.
 
         Raises:
-            CaptureError: At the end, if a stream has not joined the first one.
+            CaptureError: At the end, if a stream has not joined the first one, or if code has gone
+                on after an error.
         """
         self._before = {origin: {}}
         self.simulation.graph = self
@@ -84,6 +86,9 @@ class SimulatedGraph:
             yield
         finally:
             self.simulation.graph = None
+        if self._refused:
+            msg = f"operation failed due to a previous error during capture: {self._refused}"
+            raise CaptureError(msg)
         joined = self._before[origin]
         for stream, before in self._before.items():
             if stream not in self._erasers and joined.get(stream, 0) < before.get(stream, 0):
@@ -94,8 +99,8 @@ class SimulatedGraph:
 
     def refuse(self, what: str) -> None:
         """Raise what a card raises."""
-        msg = f"operation not permitted when stream is capturing: {what}"
-        raise CaptureError(msg)
+        self._refused = f"operation not permitted when stream is capturing: {what}"
+        raise CaptureError(self._refused)
 
     def has(self, stream: SimulatedStream) -> bool:
         """Whether a stream has joined."""
@@ -122,11 +127,11 @@ class SimulatedGraph:
         """Note that a stream waits; so it joins the capture."""
         if event.graph is not self:
             if self.has(stream):
-                msg = (
+                self._refused = (
                     f"dependency created on uncaptured work in another stream: {stream.line} waits "
                     f"for an event that {event.stream.line} recorded outside of the capture"
                 )
-                raise CaptureError(msg)
+                raise CaptureError(self._refused)
             return
         own = self._before.setdefault(stream, {})
         for each, position in event.before.items():

@@ -60,6 +60,11 @@ MUTATIONS = (
     Mutation(STREAMS, "gathers wait for slots' readers", "zero3"),
     Mutation(STREAMS, "gathers wait for writes to shards", "by_hand"),
     Mutation(STREAMS, "gathers wait for the optimizer's event", "optimizer_event"),
+    Mutation(
+        RUNTIME,
+        "compute waits for the optimizer's event where it reads shards",
+        "optimizer_event_of_replicas",
+    ),
     Mutation(STREAMS, "compute waits for the gather", "zero3"),
     Mutation(STREAMS, "the host waits for the last copy from its shards", "offload"),
     Mutation(STREAMS, "the host waits for copies of offloaded shards", "offload"),
@@ -71,6 +76,11 @@ MUTATIONS = (
     Mutation(RUNTIME, "a capture gathers anew what was gathered before it", "captured"),
     Mutation(RUNTIME, "a capture uses no parts that were kept before it", "captured_kept_parts"),
     Mutation(RUNTIME, "a capture comes after the optimizer's event", "captured_on_a_users_stream"),
+    Mutation(
+        STREAMS,
+        "a capture does not wait for streams of a dropped model",
+        "captured_beside_a_dropped_model",
+    ),
     # --- reductions ---
     Mutation(STREAMS, "reductions wait for compute", "zero3"),
     Mutation(STREAMS, "a stream waits for the one before it", "hybrid"),

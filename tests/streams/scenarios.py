@@ -312,8 +312,16 @@ def separate_reductions(run: Run) -> Training:
 
 def optimizer_event(run: Run) -> Training:
     """The optimizer runs on a stream of the user's, and an event tells when it is done."""
-    training = Training(run)
-    simulation = run[0]
+    return _step_on_a_stream(Training(run))
+
+
+def optimizer_event_of_replicas(run: Run) -> Training:
+    """The same, and forwards read the shards: each rank holds all of them."""
+    return _step_on_a_stream(Training(run, shape=(2, 1)))
+
+
+def _step_on_a_stream(training: Training) -> Training:
+    simulation = training.simulation
     stream = simulation.new_stream("the optimizer's stream")
     for step in range(1, 4):
         training.backward_both(step)
@@ -448,6 +456,7 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         hook_on_a_stream,
         separate_reductions,
         optimizer_event,
+        optimizer_event_of_replicas,
         by_hand,
         writes_in_forward,
         clipping,

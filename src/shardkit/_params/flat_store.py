@@ -723,9 +723,10 @@ class FlatStore(Store):
     def acquire(self, pool: SlotPool) -> Event | None:
         """Get memory for the unsharded buffer; return the fence to wait for before a write."""
         assert self._buffer is not None
+        fence = self._buffer.acquire(pool)  # First, because it may raise.
         self._gathered_version = self.shard_version
         self._allow_use()
-        return self._buffer.acquire(pool)
+        return fence
 
     def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Give the memory back; its readers are done at `fence`."""

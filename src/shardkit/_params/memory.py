@@ -122,7 +122,8 @@ class Buffer:
 
         With `keep` it stays behind the storage until the next use, at its address.
         """
-        assert self.slot is not None
+        if self.slot is None:
+            return  # An error came while it was to get memory.
         if _events.observer is not None:
             self._tell("return")
         if keep:

@@ -394,6 +394,9 @@ class Runtime:
         if self.optimizer_event is not None:
             event, self.optimizer_event = self.optimizer_event, None
             self.streams.after_optimizer(event)  # order: gathers wait for the optimizer's event
+            if any(len(group.gathered) < len(group.buckets) for group in self.groups):
+                # order: compute waits for the optimizer's event where it reads shards
+                self.streams.wait_fence(event)
         # order: a forward waits for writes to shards
         self.gathers.follow_writes(self._noted_versions)
         self.used.finish_on_host()  # A wait for the device would stall its queue; do that later.

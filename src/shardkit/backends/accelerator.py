@@ -457,7 +457,12 @@ class AcceleratorStreams(WatchedStreams):
         self._has_forked = False
 
     def join(self) -> None:
-        """Let the compute stream wait for all work issued on other streams."""
+        """Let the compute stream wait for all work issued on other streams.
+
+        A capture of other work must not wait. It began when all work from before it was done.
+        """
+        if self._device.is_capturing() and not self._has_forked:
+            return  # order: a capture does not wait for streams of a dropped model
         compute = self._device.current_stream()
         for stream in (*self._streams, *self._hook_streams):
             # order: compute waits for all streams

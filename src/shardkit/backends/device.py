@@ -132,8 +132,10 @@ class AcceleratorDevice:
                 raise StateError(msg)
         # Other threads, such as the collective library's, may ask the device about earlier work.
         mode, pool = "thread_local", self._module.graph_pool_handle()
+        options = {"pool": pool, "stream": stream, "capture_error_mode": mode}
         try:
-            with self._module.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+            # Torch (2.9 to 2.15) does not leave the stream of a capture whose end raises.
+            with self.on(self.current_stream()), self._module.graph(graph, **options):
                 yield
         except BaseException:
             torch_devices.end_broken_capture(self.device.index, pool)

@@ -252,8 +252,11 @@ class Staging:
         self._buffer: Tensor | None = None
 
     def release(self) -> None:
-        """Give the memory back to the system, when no copy uses it any more."""
+        """Give the memory back to the system; no copy uses it any more."""
         self._buffer = None
+        # Torch keeps page-locked memory; newer versions (not 2.9) give it back when asked.
+        if torch.accelerator.is_available() and hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,7 +270,7 @@ class Staging:
                 total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         on_accelerator = {t.device for t in tensors.values()} - {torch.device("cpu")}
         if self._buffer is None or self._buffer.numel() < total:
-            self._buffer = None  # First, since there is no room for both.
+            self.release()  # First, since there is no room for both.
             self._buffer = _allocate(total, pinned=bool(on_accelerator))
         copies = {}
         for key, tensor in tensors.items():
@@ -613,8 +616,9 @@ def release_staging_memory() -> None:
     Raises:
         CheckpointError: The save failed, and nobody has asked for its result.
     """
+    error = background.last_error()
     background.staging.release()
-    _raise_last(background.last_error())
+    _raise_last(error)
 
 
 def _raise_last(error: BaseException | None) -> None:

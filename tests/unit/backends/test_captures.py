@@ -79,6 +79,19 @@ class Cuda:
 
     def __init__(self, *, breaks: bool) -> None:
         self.breaks = breaks
+        self.now = "the user's stream"
+
+    def current_stream(self, index: int) -> str:
+        assert index == 1
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> typing.Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
 
     def graph_pool_handle(self) -> tuple[int, int]:
         return (0, 7)
@@ -86,10 +99,12 @@ class Cuda:
     @contextlib.contextmanager
     def graph(self, *_: object, pool: tuple[int, int], **__: object) -> typing.Iterator[None]:
         assert pool == self.graph_pool_handle()
+        before, self.now = self.now, "the stream of the capture"
         yield
         if self.breaks:
             msg = "operation failed due to a previous error during capture"
-            raise RuntimeError(msg)
+            raise RuntimeError(msg)  # Before it goes back to the stream of before.
+        self.now = before
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -99,9 +114,11 @@ def test_what_a_broken_capture_leaves_is_undone(
     undone: list[object] = []
     monkeypatch.setattr(torch_devices, "end_broken_capture", lambda *given: undone.append(given))
     device = AcceleratorDevice.__new__(AcceleratorDevice)
-    device.device, device._module = torch.device("cuda", 1), Cuda(breaks=breaks)  # noqa: SLF001
+    cuda = Cuda(breaks=breaks)
+    device.device, device._module = torch.device("cuda", 1), cuda  # noqa: SLF001
     expected = pytest.raises(RuntimeError, match="previous error") if breaks else nullcontext()
     stream: typing.Any = None
     with expected, device.capturing(None, stream):
         pass
     assert undone == ([(1, (0, 7))] if breaks else [])
+    assert cuda.now == "the user's stream"

@@ -561,6 +561,23 @@ def test_a_staged_state_is_a_copy() -> None:
     assert copied["both"][1][0] is copied["both"][0]
 
 
+def test_staging_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would keep page-locked memory, which takes the place of a larger one."""
+    emptied: list[int | None] = []
+    staging = Staging()
+
+    def note() -> None:
+        emptied.append(None if staging._buffer is None else staging._buffer.numel())  # noqa: SLF001
+
+    staging.copy({"small": torch.ones(3)})
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", note, raising=False)
+    staging.copy({"large": torch.ones(300)})
+    assert emptied == [None]
+    staging.release()
+    assert emptied == [None, None]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
