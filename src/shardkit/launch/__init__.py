@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from shardkit._doctor.facts import address_towards, interface_addresses
 from shardkit._errors import LaunchError
-from shardkit._text import Kind, NotOfKindError, nearest, number, seconds
+from shardkit._text import Kind, nearest, number, read_as, seconds
 from shardkit.config import CONFIG_VARIABLE, from_config
 from shardkit.config._schema import MAX_RANKS, TOP
 from shardkit.launch.slurm import slurm_environment
@@ -150,7 +150,7 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
         if name == "machine_rank" and "num_machines" in fields:  # Otherwise --nnodes counts.
             kind = number(0, fields["num_machines"] - 1)
         if name in fields:
-            fields[name] = _read(kind, name, fields[name])
+            fields[name] = read_as(kind, name, fields[name], LaunchError)
     use_cpu = first.cpu or bool(fields.get("use_cpu"))
     on_xla = first.xla or str(fields.get("distributed_type", "")).upper() == "XLA"
     defaults = _defaults(fields, use_cpu=use_cpu, on_xla=on_xla)
@@ -169,8 +169,9 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
         )
         raise LaunchError(msg)
     for name, kind in _ALONE.items():
-        if hasattr(torchrun, name):  # Not every release has all of them.
-            setattr(torchrun, name, _read(kind, name, getattr(torchrun, name)))
+        value = getattr(torchrun, name, None)  # Not every release has all of them.
+        if value is not None:
+            setattr(torchrun, name, read_as(kind, name, value, LaunchError))
     chosen = str(fields.get("gpu_ids", "all"))
     result = Arguments(torchrun, use_cpu, None if chosen == "all" else chosen)
     if not first.slurm:
@@ -237,14 +238,6 @@ def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dic
         if value is not None:
             found[name] = value
     return found
-
-
-def _read(kind: Kind, name: str, value: object) -> Any:
-    """Return the value of an option; None if it is not given."""
-    try:
-        return None if value is None else kind(value)
-    except NotOfKindError as error:
-        raise LaunchError(error.sentence(name, value)) from None
 
 
 def _is_in_environment(name: str) -> bool:

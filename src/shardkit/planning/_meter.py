@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit._compat.torch_autograd import is_from_engine
 from shardkit._events import StepEvent, StepObserver
+from shardkit._text import dtype_name
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
@@ -191,7 +192,7 @@ class MemoryMeter(TorchDispatchMode):
             kind = "host"
         elif name in _FUNCTIONS:
             kind = "function"
-        dtype, nbytes = str(last.dtype).removeprefix("torch."), sum(t.nbytes for t in tensors)
+        dtype, nbytes = dtype_name(last.dtype), sum(t.nbytes for t in tensors)
         is_again = self.observer.phase == "backward" and bool(self.modules)
         owner = self._owner()[1]
         done = Operator(self.observer.position, kind, dtype, flops, nbytes, owner, is_again)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._text import NotOfKindError, byte_size, listed
+from shardkit._text import byte_size, listed, read_as
 from shardkit._tree import iter_tensors
 from shardkit.checkpoint._files.disk import (
     INCOMPLETE,
@@ -798,7 +798,9 @@ class FullWriter:
                 f"models would be mixed. Remove them or choose another directory."
             )
             raise CheckpointError(msg)
-        limit = math.inf if max_shard_size is None else parse_size(max_shard_size)
+        limit = math.inf
+        if max_shard_size is not None:
+            limit = read_as(byte_size, "max_shard_size", max_shard_size, CheckpointError)
         shards: list[list[str]] = [[]]
         size = 0
         for name, info in self._infos.items():
@@ -878,11 +880,3 @@ def _is_linked(aside: Path, file: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def parse_size(size: int | str) -> int:
-    """Return the number of bytes in ``"5GB"``, ``"512MiB"`` or a number."""
-    try:
-        return byte_size(size)
-    except NotOfKindError as error:
-        raise CheckpointError(error.sentence("max_shard_size", size)) from None
