@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from shardkit._errors import ShardkitError, StateError, WrapError
-from shardkit._text import flag, read_as, seconds
+from shardkit._text import flag, read_as, release_of, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MIXED_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
-REDUCES_AS_STORED = [*map(int, torch.__version__.split(".")[:2])] >= [2, 15]
+REDUCES_AS_STORED = release_of(torch.__version__) >= (2, 15)
 """Whether FSDP2 reduces gradients in the dtype of the shard if there is no `reduce_dtype`.
 
 Up to torch 2.14 it reduces them in `param_dtype` then.

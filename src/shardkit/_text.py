@@ -83,6 +83,11 @@ def counted(number: object, things: str) -> str:
     return f"{number} {things.removesuffix('s') if str(number) == '1' else things}"
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; the last one only counts corrections."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
 def dtype_name(dtype: object) -> str:
     """Return the name of a dtype in torch, e.g. ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")

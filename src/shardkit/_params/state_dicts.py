@@ -48,6 +48,16 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+def zip_leaves(values: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
+    """Return `join` of the leaves at each place of several values, nested as the first one."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: zip_leaves([each[key] for each in values], join) for key in first}
+    if isinstance(first, list) or type(first) is tuple:
+        return type(first)(zip_leaves(each, join) for each in zip(*values, strict=True))
+    return join(values)
+
+
 def leaves_of(value: Any) -> list[Any]:
     """Return the leaves that `map_leaves` changes."""
     found: list[Any] = []

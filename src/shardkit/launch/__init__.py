@@ -519,7 +519,7 @@ def here_towards(host: str, port: int) -> Here:
     return Here(own, next((name for name, each in known.items() if own in each), None))
 
 
-def check_interface(variable: str, chosen: str, here: Here) -> None:
+def check_interface(chosen: str, here: Here) -> None:
     """Refuse interfaces that do not lead to other hosts: ranks would wait for half an hour."""
     known = interface_addresses()
     wanted = here.interface or f"the one with the address {here.address}"
@@ -529,9 +529,9 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
         if name not in known or (alone and not ipaddress.ip_address(here.address).is_loopback):
             problem = "leads to no other host" if alone else "is not on this host"
             msg = (
-                f"{variable}={chosen}: {name} {problem} ({socket.gethostname()}). {wanted} leads "
-                f"to the first host. Leave the variable out, or set it to the interface of the "
-                f"network that all hosts share."
+                f"GLOO_SOCKET_IFNAME={chosen}: {name} {problem} ({socket.gethostname()}). {wanted} "
+                f"leads to the first host. Leave the variable out, or set it to the interface of "
+                f"the network that all hosts share."
             )
             raise LaunchError(msg)
 
@@ -632,7 +632,7 @@ def _use_network(host: str, port: int) -> str:
     for name in _INTERFACES:
         if here.interface is not None:
             os.environ.setdefault(name, here.interface)
-    check_interface("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", ""), here)
+    check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""), here)
     return here.address
 
 
