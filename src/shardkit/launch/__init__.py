@@ -86,8 +86,7 @@ class Arguments:
 
     # Options for `torch.distributed.run.run`, with shardkit's own ones.
     torchrun: argparse.Namespace
-    use_cpu: bool  # Whether cards are hidden from the ranks.
-    cards: str | None  # Numbers of the visible cards, with commas; None: all.
+    cards: str | None  # Numbers of the cards that ranks see, with commas; None: all.
 
     @property
     def hosts(self) -> tuple[int, int]:
@@ -172,8 +171,8 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
         value = getattr(torchrun, name, None)  # Not every release has all of them.
         if value is not None:
             setattr(torchrun, name, read_as(kind, name, value, LaunchError))
-    chosen = str(fields.get("gpu_ids", "all"))
-    result = Arguments(torchrun, use_cpu, None if chosen == "all" else chosen)
+    chosen = "" if use_cpu else str(fields.get("gpu_ids", "all"))
+    result = Arguments(torchrun, None if chosen == "all" else chosen)
     if not first.slurm:
         _choose_rendezvous(result, fields)
     return result
@@ -597,9 +596,7 @@ def environment_of(arguments: Arguments) -> dict[str, str]:
         found[_SHARE_STORE] = "1"
     if arguments.torchrun.config is not None:
         found[CONFIG_VARIABLE] = str(Path(arguments.torchrun.config).resolve())
-    if arguments.use_cpu:
-        found["CUDA_VISIBLE_DEVICES"] = ""
-    elif arguments.cards is not None:
+    if arguments.cards is not None:
         found["CUDA_VISIBLE_DEVICES"] = arguments.cards
     return found
 
