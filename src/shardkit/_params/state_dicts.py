@@ -30,11 +30,16 @@ STATE_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 def holds_sharded(value: object) -> bool:
     """Whether there is a sharded tensor in nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return any(map(holds_sharded, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(holds_sharded, value))
-    return isinstance(value, ShardedTensor)
+    waiting, seen = [value], set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ShardedTensor):
+            return True
+        # Once: in a file, values may be shared at many levels, and would be visited far too often.
+        if isinstance(each, (dict, list, tuple)) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.values() if isinstance(each, dict) else each
+    return False
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
-from shardkit._tensor.sharded import ShardedTensor
+from shardkit._params.state_dicts import holds_sharded
 from shardkit._text import byte_size, listed, read_as
 from shardkit._tree import iter_tensors
 from shardkit.checkpoint._files.disk import (
@@ -213,22 +213,9 @@ def _load(path: Path) -> Any:
         )
         raise CheckpointError(msg) from error
     # Loading succeeds if this process has a mesh of the same shape, even for another purpose.
-    if _has_sharded_tensors(loaded):
+    if holds_sharded(loaded):
         raise _sharded_error(path)
     return loaded
-
-
-def _has_sharded_tensors(loaded: Any) -> bool:
-    waiting, seen = [loaded], set()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, ShardedTensor):
-            return True
-        # Each value once: values that are shared at many levels would be visited far too often.
-        if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            waiting += value.values() if isinstance(value, Mapping) else value
-    return False
 
 
 def _sharded_error(path: Path) -> CheckpointError:
