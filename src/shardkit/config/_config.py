@@ -44,7 +44,7 @@ from shardkit.backends.groups import (
     world_size_or_raise,
 )
 from shardkit.config._schema import Found, Parallelism, Settings, settings_of
-from shardkit.config._source import read
+from shardkit.config._source import plain, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -369,7 +369,7 @@ def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
         raise ConfigError(msg)
     found = Found(read(source))
     found.check()
-    return Config(found.document.plain(), settings_of(found))
+    return Config(plain(found.document), settings_of(found))
 
 
 class Config:
