@@ -117,7 +117,7 @@ def once(in_use: list[Installed], replace_all: Callable[[Installed], None]) -> I
     """Replace names, unless that was done before; undo everything if it raises.
 
     Args:
-        in_use: Holds what is replaced now.
+        in_use: Record of what is replaced now.
         replace_all: Function that replaces the names.
     """
     made = Installed()
