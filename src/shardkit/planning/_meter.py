@@ -41,8 +41,8 @@ class HeldMemory:
     on_host: bool = False  # Whether it is memory of the host, while the device has its own.
     # Names of all parts of its content, in order: a shard holds many parameters.
     labels: dict[str, None] = field(default_factory=dict)
-    takes_over: HeldMemory | None = None  # Memory whose place it has; None: it was allocated.
-    is_handed_on: bool = False  # Whether other memory took over its place; then nothing was freed.
+    # Memory whose place it has, which was not freed then; None: it was allocated.
+    takes_over: HeldMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +256,7 @@ class MemoryMeter(TorchDispatchMode):
         if self._summed is not None:
             (part, total), self._summed = self._summed, None
             if part is memory and total.born == self.position:
-                part.is_handed_on, total.takes_over = True, part
-                part.died = total.born
+                total.takes_over, part.died = part, total.born
                 return
         self.position += 1
         memory.died = self.position
@@ -299,7 +298,7 @@ class MemoryMeter(TorchDispatchMode):
         else:
             return
         if before is not None:
-            before.is_handed_on, after.takes_over = True, before
+            after.takes_over = before
 
     # --- what is known later ---
 
