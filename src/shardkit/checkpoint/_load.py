@@ -221,8 +221,8 @@ def is_full(path: Path) -> bool:
     )
 
 
-def _kind_of(is_full: bool) -> str:  # noqa: FBT001 - the only argument
-    return "whole tensors" if is_full else "no file of whole tensors"
+def _kind_of(is_whole: bool) -> str:  # noqa: FBT001 - the only argument
+    return "whole tensors" if is_whole else "no file of whole tensors"
 
 
 def _look(path: Path) -> None:
