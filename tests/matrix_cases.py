@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models import CASES, Case
+from one_by_one import Entries, OneByOne
 from reference import make_mesh, my_batch, shard
 from shardkit import MixedPrecisionPolicy, ShardedTensor
 from shardkit.optim import MatrixOptimizer
@@ -20,57 +21,43 @@ if typing.TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class Shampoo(torch.optim.Optimizer):
+class Shampoo(OneByOne):
     """One preconditioner for each dimension (arXiv:1802.09568), in a list, renewed every step."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.02, power: float = 0.25) -> None:
-        super().__init__(params, {"lr": lr, "power": power})
+        super().__init__(params, lr=lr, power=power)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["step"] = 0
-                    state["factors"] = [
-                        torch.eye(size, dtype=param.dtype) * 1e-2 for size in param.shape
-                    ]
-                state["step"] += 1
-                update = param.grad
-                for dim, factor in enumerate(state["factors"]):
-                    rows = param.grad.movedim(dim, 0).flatten(1)
-                    factor.add_(rows @ rows.T)
-                    values, vectors = torch.linalg.eigh(factor)
-                    root = vectors @ torch.diag(values.clamp(min=1e-8) ** -group["power"])
-                    root = root @ vectors.T
-                    update = torch.tensordot(root, update, ([1], [dim])).movedim(0, dim)
-                param.add_(update, alpha=-group["lr"])
+    def step_one(self, param: Tensor, grad: Tensor, state: Entries, group: Entries) -> None:
+        if not state:
+            state["step"] = 0
+            state["factors"] = [torch.eye(size, dtype=param.dtype) * 1e-2 for size in param.shape]
+        state["step"] += 1
+        update = grad
+        for dim, factor in enumerate(state["factors"]):
+            rows = grad.movedim(dim, 0).flatten(1)
+            factor.add_(rows @ rows.T)
+            values, vectors = torch.linalg.eigh(factor)
+            root = vectors @ torch.diag(values.clamp(min=1e-8) ** -group["power"])
+            root = root @ vectors.T
+            update = torch.tensordot(root, update, ([1], [dim])).movedim(0, dim)
+        param.add_(update, alpha=-group["lr"])
 
 
-class Soap(torch.optim.Optimizer):
+class Soap(OneByOne):
     """Adam in the eigenbasis of Shampoo's factors (arXiv:2409.11321), which it keeps transposed.
 
     It counts its steps in the parameter group, as some classes do.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float = 3e-3, every: int = 2) -> None:
-        super().__init__(params, {"lr": lr, "every": every, "count": 0})
+        super().__init__(params, lr=lr, every=every, count=0)
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        del closure
         for group in self.param_groups:
             group["count"] += 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step_one(group, param)
+        super().step(closure)
 
-    def _step_one(self, group: dict[str, typing.Any], param: Tensor) -> None:
-        grad, state = param.grad, self.state[param]
+    def step_one(self, param: Tensor, grad: Tensor, state: Entries, group: Entries) -> None:
         if not state:
             state["left"] = torch.eye(param.shape[0], dtype=param.dtype) * 1e-2
             state["right"] = torch.eye(param.shape[1], dtype=param.dtype) * 1e-2
@@ -92,23 +79,18 @@ class Soap(torch.optim.Optimizer):
         param.add_(left.T @ step @ right, alpha=-group["lr"])
 
 
-class Anchored(torch.optim.Optimizer):
+class Anchored(OneByOne):
     """Descent that pulls parameters back to their first values, which its constructor copies."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.02, pull: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "pull": pull})
+        super().__init__(params, lr=lr, pull=pull)
         for group in self.param_groups:
             for param in group["params"]:
                 self.state[param]["anchor"] = param.detach().clone()
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-group["lr"])
-                    param.lerp_(self.state[param]["anchor"], group["pull"])
+    def step_one(self, param: Tensor, grad: Tensor, state: Entries, group: Entries) -> None:
+        param.add_(grad, alpha=-group["lr"])
+        param.lerp_(state["anchor"], group["pull"])
 
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, typing.Any]]] = {

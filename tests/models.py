@@ -155,6 +155,36 @@ PARAMETER_SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
+class Parent(nn.Module):
+    """Holds nothing itself; writes, scales and reads what modules inside hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            view = self.first.weight.data[1:]  # Lives on while others are touched.
+            self.second.weight.mul_(self.first.weight.norm())
+            nn.init.constant_(self.second.bias, 7)
+            view.fill_(2)
+            self.second.weight += self.first.weight
+            nn.init.orthogonal_(self.first.weight[:3])
+            if not self.first.bias.is_meta:
+                array = self.first.bias.detach().numpy()
+                self.second.weight.T[0] = 5
+                array[:] = 3
+            self.norm.running_mean.fill_(3)
+            self.norm.weight = nn.Parameter(torch.full((4,), 5.0))
+            self.norm.bias.data = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x) + self.second(x))
+
+
 class Parameters(nn.Module):
     """Parameters of any shapes, by name, whose gradients are whatever is asked for."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as of_torch
 
 from checkpoints import whole
+from one_by_one import Entries, OneByOne
 from reference import full_parameters, make_mesh
 from shardkit import FSDPModule, checkpoint, fully_shard
 
@@ -33,28 +34,24 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "stateless": lambda params: torch.optim.SGD(params, lr=0.05),
     "rows": lambda params: torch.optim.Adafactor(params, lr=0.01),
-    "slots": lambda params: Slots(params, {"lr": 0.05}),
+    "slots": lambda params: Slots(params, lr=0.05),
 }
 NOT_OF_TORCH = {"stateless", "slots"}
 """Optimizers that torch's functions refuse, or whose keys they change."""
 
 
-class Slots(torch.optim.Optimizer):
+class Slots(OneByOne):
     """Keeps its state in dicts by numbers, and in lists."""
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        del closure
-        for param in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[param]
-            if param.grad is not None and not state:
-                state["slots"] = {0: torch.zeros_like(param), 0.9: torch.zeros_like(param)}
-                state["last"] = [torch.zeros_like(param), 0]
-            if param.grad is not None:
-                for beta, slot in state["slots"].items():
-                    param.sub_(slot.mul_(beta).add_(param.grad), alpha=0.05)
-                param.sub_(state["last"][0], alpha=0.05)
-                state["last"][0].copy_(param.grad)
+    def step_one(self, param: Tensor, grad: Tensor, state: Entries, group: Entries) -> None:
+        del group
+        if not state:
+            state["slots"] = {0: torch.zeros_like(param), 0.9: torch.zeros_like(param)}
+            state["last"] = [torch.zeros_like(param), 0]
+        for beta, slot in state["slots"].items():
+            param.sub_(slot.mul_(beta).add_(grad), alpha=0.05)
+        param.sub_(state["last"][0], alpha=0.05)
+        state["last"][0].copy_(grad)
 
 
 @dataclasses.dataclass(frozen=True)

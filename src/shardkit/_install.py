@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -99,15 +98,6 @@ class Installed:
         finder = when_imported(name, then)
         self.at_undo(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
 
-    @contextlib.contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Undo everything if the ``with`` block raises."""
-        try:
-            yield
-        except BaseException:
-            self.undo()
-            raise
-
     def undo(self) -> None:
         """Give torch's names back. Models that are sharded do not change.
 
@@ -121,6 +111,25 @@ class Installed:
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+def once(in_use: list[Installed], replace_all: Callable[[Installed], None]) -> Installed:
+    """Replace names, unless that was done before; undo everything if it raises.
+
+    Args:
+        in_use: Record of what is replaced now.
+        replace_all: Function that replaces the names.
+    """
+    made = Installed()
+    if not in_use:
+        in_use.append(made)
+        made.at_undo(in_use.clear)
+        try:
+            replace_all(made)
+        except BaseException:
+            made.undo()
+            raise
+    return made
 
 
 def install() -> Installed:
@@ -153,45 +162,42 @@ def install() -> Installed:
         Object whose `undo()` gives torch's names back, as does the end of ``with install():``. The
         object of a second call has nothing to undo.
     """
+    return once(_installed, _take_the_place)
+
+
+def _take_the_place(installed: Installed) -> None:
     import torch.distributed.fsdp as torch_fsdp  # noqa: TID251 - to replace its names
     import torch.distributed.tensor as torch_tensor  # noqa: TID251 - to replace its names
 
     # These use private parts of FSDP2's modules, or are the modules that define its names.
     importlib.import_module("torch.distributed.pipelining")
     importlib.import_module("torch.distributed._composable.fsdp")
-    installed = Installed()
-    if _installed:
-        return installed
-    _installed.append(installed)
-    installed.at_undo(_installed.clear)
-    with installed.all_or_nothing():
-        theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
-        ours = {**_OURS, "distribute_tensor": cutting(torch_tensor.distribute_tensor)}
-        before = set()
-        for module, attribute, name in _places_of(
-            {**theirs, "distribute_tensor": torch_tensor.distribute_tensor}
-        ):
-            is_given_by_torch = module.__name__.startswith(_PACKAGES) or module.__name__ in _MODULES
-            is_outside = module.__name__.split(".")[0] not in ("torch", "shardkit")
-            if is_given_by_torch or is_outside:
-                installed.replace(module, attribute, ours[name])
-            if is_outside:
-                before.add(f"{module.__name__}.{attribute}")
-        _answer_as_dtensors(installed)
+    theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
+    ours = {**_OURS, "distribute_tensor": cutting(torch_tensor.distribute_tensor)}
+    before = set()
+    for module, attribute, name in _places_of(
+        {**theirs, "distribute_tensor": torch_tensor.distribute_tensor}
+    ):
+        is_given_by_torch = module.__name__.startswith(_PACKAGES) or module.__name__ in _MODULES
+        is_outside = module.__name__.split(".")[0] not in ("torch", "shardkit")
+        if is_given_by_torch or is_outside:
+            installed.replace(module, attribute, ours[name])
+        if is_outside:
+            before.add(f"{module.__name__}.{attribute}")
+    _answer_as_dtensors(installed)
+    _say(
+        "shardkit is in the place of FSDP2: torch.distributed.fsdp gives shardkit's %s; "
+        "isinstance(param, DTensor) is True of sharded ones.",
+        ", ".join(theirs),
+    )
+    if before:
         _say(
-            "shardkit is in the place of FSDP2: torch.distributed.fsdp gives shardkit's %s; "
-            "isinstance(param, DTensor) is True of sharded ones.",
-            ", ".join(theirs),
+            "imported before, and shardkit's now: %s. What these modules keep elsewhere is "
+            "still torch's, so call shardkit.install() first.",
+            ", ".join(sorted(before)),
         )
-        if before:
-            _say(
-                "imported before, and shardkit's now: %s. What these modules keep elsewhere is "
-                "still torch's, so call shardkit.install() first.",
-                ", ".join(sorted(before)),
-            )
-        for package in _COMPANIONS:
-            installed.after_import(package, functools.partial(_bring_along, installed))
-    return installed
+    for package in _COMPANIONS:
+        installed.after_import(package, functools.partial(_bring_along, installed))
 
 
 def _answer_as_dtensors(installed: Installed) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from shardkit._errors import ShardkitError, StateError, WrapError
-from shardkit._text import NotOfKindError, flag, seconds
+from shardkit._text import flag, read_as, release_of, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MIXED_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
-REDUCES_AS_STORED = [*map(int, torch.__version__.split(".")[:2])] >= [2, 15]
+REDUCES_AS_STORED = release_of(torch.__version__) >= (2, 15)
 """Whether FSDP2 reduces gradients in the dtype of the shard if there is no `reduce_dtype`.
 
 Up to torch 2.14 it reduces them in `param_dtype` then.
@@ -440,7 +440,12 @@ class WatchSettings:
             names: Names that users know the fields by, for errors.
         """
         found = {
-            field.name: _value(names.get(field.name, field.name), changes[field.name], field.type)
+            field.name: read_as(
+                flag if field.type == "bool" else seconds,
+                names.get(field.name, field.name),
+                changes[field.name],
+                StateError,
+            )
             for field in dataclasses.fields(self)
             if field.name in changes
         }
@@ -457,15 +462,6 @@ class WatchSettings:
         return settings
 
 
-def _value(name: str, value: Any, kind: Any) -> bool | float:
-    """Return the value of a setting, given as a value or as text."""
-    try:
-        parsed: bool | float = (flag if kind == "bool" else seconds)(value)
-    except NotOfKindError as error:
-        raise StateError(error.sentence(name, value)) from None
-    return parsed
-
-
 watch_settings = WatchSettings.of_environment()
 
 
@@ -478,7 +474,8 @@ def shares_memory() -> bool:
     Raises:
         StateError: The variable says neither yes nor no.
     """
-    return bool(_value(_SHARED_MEMORY, os.environ.get(_SHARED_MEMORY, "1"), "bool"))
+    given = os.environ.get(_SHARED_MEMORY, "1")
+    return bool(read_as(flag, _SHARED_MEMORY, given, StateError))
 
 
 def set_watch(  # noqa: PLR0913 - a setting each

@@ -83,6 +83,16 @@ def counted(number: object, things: str) -> str:
     return f"{number} {things.removesuffix('s') if str(number) == '1' else things}"
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; the last one only counts corrections."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype in torch, e.g. ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def shown_nbytes(nbytes: int) -> str:
     """Return a number of bytes as text, in a suitable unit."""
     value, unit = float(nbytes), 0
@@ -116,6 +126,14 @@ class NotOfKindError(Exception):
         except ValueError:  # The integer has more digits than Python prints.
             got = f"a {type(value).__name__} that is too long to print"
         return f"{name} {self.expected}, got {got}. {self.hint}".rstrip()
+
+
+def read_as(kind: Kind, name: str, value: object, error: type[Exception]) -> Any:
+    """Return the meaning of a value; raise an error about `name` if it is not of the kind."""
+    try:
+        return kind(value)
+    except NotOfKindError as found:
+        raise error(found.sentence(name, value)) from None
 
 
 def is_of_kind(kind: Kind, value: object) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from experts import EXACT, NUM_EXPERTS, Block, Model, batches, loss_of
 from models import Parameters
+from one_by_one import Entries, OneByOne
 from reference import make_mesh, step_all
 from shardkit import (
     CPUOffloadPolicy,
@@ -38,28 +39,21 @@ pytestmark = pytest.mark.helpers
 STEPS = 3
 
 
-class StackedMuon(torch.optim.Optimizer):
+class StackedMuon(OneByOne):
     """Muon, which takes stacks: each matrix is made orthogonal by itself."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+        super().__init__(params, lr=lr, momentum=momentum)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(param)
-                buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(param.grad)
-                update = buffer / (buffer.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-                for _ in range(5):
-                    gram = update @ update.mT
-                    update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
-                param.add_(update, alpha=-group["lr"])
+    def step_one(self, param: Tensor, grad: Tensor, state: Entries, group: Entries) -> None:
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
+        update = buffer / (buffer.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        for _ in range(5):
+            gram = update @ update.mT
+            update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
+        param.add_(update, alpha=-group["lr"])
 
 
 def make(shape: tuple[int, ...] = (2, 2), **options: typing.Any) -> tuple[typing.Any, typing.Any]:

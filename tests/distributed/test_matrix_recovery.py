@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from matrix_cases import whole, worst_difference
 from models import Parameters
+from one_by_one import Entries, OneByOne
 from reference import make_mesh
 from shardkit import fully_shard
 from shardkit.optim import MatrixOptimizer
 
 if typing.TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from workers import Spawn
 
@@ -32,31 +33,24 @@ def spawn(spawn: Spawn) -> Spawn:
     return functools.partial(spawn, timeout_s=180)
 
 
-class Columns(torch.optim.Optimizer):
+class Columns(OneByOne):
     """Momentum whose buffer is not contiguous: as what comes of ``torch.linalg`` is."""
 
     fails = False
 
     def __init__(self, params: typing.Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr=lr)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step_one(self, param: Tensor, grad: Tensor, state: Entries, group: Entries) -> None:
         """Step; or write the first parameter and raise, where that is asked for."""
-        del closure
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if Columns.fails:
-                    param.add_(1000.0)
-                    message = "no eigenvalues"
-                    raise ArithmeticError(message)
-                state = self.state[param]
-                if not state:
-                    state["sum"] = torch.zeros_like(param.T.contiguous()).T
-                state["sum"].mul_(0.5).add_(param.grad)
-                param.add_(state["sum"], alpha=-group["lr"])
+        if Columns.fails:
+            param.add_(1000.0)
+            message = "no eigenvalues"
+            raise ArithmeticError(message)
+        if not state:
+            state["sum"] = torch.zeros_like(param.T.contiguous()).T
+        state["sum"].mul_(0.5).add_(grad)
+        param.add_(state["sum"], alpha=-group["lr"])
 
 
 def make_pair(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import parallel_models
-from models import CASES
+from models import CASES, Parent
 from parity import in_turns
 from reference import (
     LOSS_TOLERANCE,
@@ -213,30 +213,6 @@ def test_tensor_parallel_parameters_are_whole_while_they_are_initialized() -> No
     materialize(model, fill)
     for param, expected in zip(model.parameters(), values, strict=True):
         assert torch.equal(typing.cast("typing.Any", param).full_tensor(), expected)
-
-
-class Parent(nn.Module):
-    """Holds nothing itself; writes, scales and reads what modules inside hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 3)
-        self.second = nn.Linear(5, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            view = self.first.weight.data[1:]  # Lives on while others are touched.
-            self.second.weight.mul_(self.first.weight.norm())
-            nn.init.constant_(self.second.bias, 7)
-            view.fill_(2)
-            self.second.weight += self.first.weight
-            self.norm.running_mean.fill_(3)
-            self.norm.weight = nn.Parameter(torch.full((3,), 5.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.first(x) + self.second(x))
 
 
 def make_transformer() -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models import CASES, Parameters
+from one_by_one import Entries, OneByOne
 from reference import Differences, assert_within, full_parameters, make_mesh, step_all
 from shardkit import ShardedTensor, checkpoint, fully_shard, materialize
 from workers import Spawn, on_ranks, spawn_each
@@ -109,27 +110,21 @@ def test_what_is_sharded_later_is_cut_later() -> None:
     assert_within([differences], parameter=EXACT)
 
 
-class Slots(torch.optim.Optimizer):
+class Slots(OneByOne):
     """Keeps momentum in a list, and a number and a table beside it."""
 
-    def __init__(self, params: typing.Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        del closure
-        for param in self.param_groups[0]["params"]:
-            state = self.state[param]
-            if not state:
-                state["slots"] = [torch.zeros_like(param), {"second": torch.zeros_like(param)}]
-                state["opaque"] = OrderedDict(kept={torch.zeros_like(param)})
-                state["count"] = torch.zeros(())
-                state["table"] = torch.ones(3)
-            first, second = state["slots"][0], state["slots"][1]["second"]
-            state["count"] += 1
-            first.lerp_(param.grad, 0.1)
-            second.lerp_(first, 0.5)
-            param.sub_(second * (state["table"].sum() / state["count"]))
+    def step_one(self, param: Tensor, grad: Tensor, state: Entries, group: Entries) -> None:
+        del group
+        if not state:
+            state["slots"] = [torch.zeros_like(param), {"second": torch.zeros_like(param)}]
+            state["opaque"] = OrderedDict(kept={torch.zeros_like(param)})
+            state["count"] = torch.zeros(())
+            state["table"] = torch.ones(3)
+        first, second = state["slots"][0], state["slots"][1]["second"]
+        state["count"] += 1
+        first.lerp_(grad, 0.1)
+        second.lerp_(first, 0.5)
+        param.sub_(second * (state["table"].sum() / state["count"]))
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from recording import recording_mesh
 from shardkit import MixedPrecisionPolicy, checkpoint, from_config, fully_shard
 from shardkit._cli import app
 from shardkit.backends.groups import world_size_or_raise
-from shardkit.checkpoint._files.formats import parse_size
+from shardkit.checkpoint._files.formats import FullWriter
 from shardkit.config._schema import SECTIONS
 from shardkit.launch import parse
 
@@ -125,7 +125,7 @@ CALLS: dict[str, typing.Callable[[typing.Any], object]] = {
     "clip": lambda value: sharded().clip_grad_norm_(value),
     "clip by": lambda value: sharded().clip_grad_norm_(1.0, value),
     "prefetch": lambda value: sharded().set_prefetch_policy(backward=value),
-    "size": parse_size,
+    "size": lambda value: FullWriter("x", {}, format="torch", max_shard_size=value),
     "param_dtype": lambda value: MixedPrecisionPolicy(param_dtype=value),
     "reduce_dtype": lambda value: MixedPrecisionPolicy(reduce_dtype=value),
 }

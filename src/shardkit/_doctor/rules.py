@@ -7,6 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from shardkit._doctor.facts import Checkup, Finding, Link, RankFacts, ranks_in_words
+from shardkit._text import release_of
 from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _devices(f: RankFacts, checkup: Checkup) -> Iterator[Finding]:
             remedy="python -c 'import torch_xla; print(torch_xla.devices())' says whether they are "
             "seen",
         )
-    if f.torch_xla and _release(f.torch_xla) != _release(f.torch):
+    if f.torch_xla and release_of(f.torch_xla) != release_of(f.torch):
         yield error(
             check="xla-version",
             what=f"torch_xla {f.torch_xla} is made for another torch than {f.torch}",
@@ -155,7 +156,7 @@ def _of_ranks(checkup: Checkup) -> Iterator[Finding]:
         warning = functools.partial(Finding, level="warning", where=f.host)
         error = functools.partial(Finding, level="error", where=f.host)
         memlock, nofile, nproc = (f.limits.get(name) for name in ("memlock", "nofile", "nproc"))
-        if _release(f.torch) < _OLDEST_TORCH:
+        if release_of(f.torch) < _OLDEST_TORCH:
             yield error(
                 check="torch-old",
                 what=f"torch is {f.torch}, and shardkit needs 2.9 or newer",
@@ -200,12 +201,6 @@ def _interface(facts: RankFacts) -> str:
     """Return the name of the interface towards rank 0's host."""
     found = (name for name, address in facts.interfaces.items() if address == facts.address)
     return next(found, "eth0")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(
-        int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2] if part.isdecimal()
-    )
 
 
 def _is_below(limit: int | None, least: int) -> bool:

@@ -30,11 +30,16 @@ STATE_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 def holds_sharded(value: object) -> bool:
     """Whether there is a sharded tensor in nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return any(map(holds_sharded, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(holds_sharded, value))
-    return isinstance(value, ShardedTensor)
+    waiting, seen = [value], set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ShardedTensor):
+            return True
+        # Once: in a file, values may be shared at many levels, and would be visited far too often.
+        if isinstance(each, (dict, list, tuple)) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.values() if isinstance(each, dict) else each
+    return False
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -46,6 +51,16 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is tuple:
         return tuple(map_leaves(entry, change) for entry in value)
     return change(value)
+
+
+def zip_leaves(values: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
+    """Return `join` of the leaves at each place of several values, nested as the first one."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: zip_leaves([each[key] for each in values], join) for key in first}
+    if isinstance(first, list) or type(first) is tuple:
+        return type(first)(zip_leaves(each, join) for each in zip(*values, strict=True))
+    return join(values)
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardkit._mesh import DeviceMesh
     from shardkit.backends.device import Event, Stream
     from shardkit.backends.graphs import StreamGraph
 
@@ -155,6 +156,11 @@ class PeerAxis(AxisComm, Protocol):
 
         It uses the host's engine if the axis has one, so that no rank waits for a device.
         """
+
+
+def axes_of(mesh: DeviceMesh) -> list[Any]:
+    """Return the communicators of all axes of a mesh."""
+    return [mesh.backend.axis(axis) for axis in range(mesh.ndim)]
 
 
 def first_of_all(item: Any, axes: Sequence[AxisComm]) -> Any:

@@ -23,6 +23,7 @@ from shardkit._compat import torch_autograd, torch_groups
 from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._layout import Part
 from shardkit._mesh import DeviceMesh
+from shardkit.backends.base import axes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,7 +185,7 @@ class TensorParallel:
     @property
     def mesh_axes(self) -> tuple[PeerAxis, ...]:
         """All axes of the DTensor's mesh."""
-        return tuple(self.mesh.backend.axis(axis) for axis in range(self.mesh.ndim))
+        return tuple(axes_of(self.mesh))
 
     @property
     def part(self) -> Part:

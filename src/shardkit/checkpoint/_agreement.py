@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardkit._errors import CheckpointError
 from shardkit._mesh import DeviceMesh
 from shardkit._text import listed
-from shardkit.backends.base import AxisComm, first_of_all
+from shardkit.backends.base import AxisComm, axes_of, first_of_all
 from shardkit.backends.groups import exchange, group_rank
 
 if TYPE_CHECKING:
@@ -88,11 +88,6 @@ def raise_any(what: str, reasons: Sequence[str | None], cause: Exception | None 
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if failed:
         raise CheckpointError(_message(what, failed)) from cause
-
-
-def axes_of(mesh: DeviceMesh) -> list[AxisComm]:
-    """Return the communicators of all axes of a mesh."""
-    return [mesh.backend.axis(axis) for axis in range(mesh.ndim)]
 
 
 class FirstRank:

@@ -14,7 +14,7 @@ import torch
 
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
-from shardkit._text import listed
+from shardkit._text import dtype_name, listed
 from shardkit.checkpoint._dcp.directory import (
     DAMAGED_FILE,
     again_if_replaced,
@@ -30,7 +30,6 @@ from shardkit.checkpoint._files.disk import (
     Source,
     check_saved_dtype,
     converted,
-    dtype_name,
     join_keys,
     nested,
     open_regular,

@@ -21,8 +21,8 @@ from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
 from shardkit._text import listed
-from shardkit.backends.base import first_of_all
-from shardkit.checkpoint._agreement import FirstRank, agreed, axes_of, rank_of
+from shardkit.backends.base import axes_of, first_of_all
+from shardkit.checkpoint._agreement import FirstRank, agreed, rank_of
 from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._files.disk import (
     Source,

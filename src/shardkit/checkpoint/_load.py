@@ -112,8 +112,7 @@ def load(
     what = f"{quote(target)} was not loaded"
     rank = rank_of(process_group)
     with Meter(progress, f"loading {target.name}", rank=rank) as meter:
-        kind = agreed(process_group, quote(target), lambda: _kind_of(target), str, _NOT_SHARED)
-        if kind == _FULL:
+        if agreed(process_group, quote(target), lambda: is_full(target), _kind_of, _NOT_SHARED):
             _check_arguments(model, optimizer, extra)
             if model is None or optimizer is not None or extra:
                 msg = f"{what}: it holds a model only. Pass a model, no optimizer and no extras."
@@ -157,7 +156,6 @@ def load(
         raise found
 
 
-_FULL = "whole tensors"
 _NOT_SHARED = (
     "the ranks do not find the same. Give all of them a path that they all see, or have the first "
     "rank send whole tensors by load_full(path, model, broadcast_from_rank0=True)"
@@ -223,9 +221,8 @@ def is_full(path: Path) -> bool:
     )
 
 
-def _kind_of(path: Path) -> str:
-    """Return what is at a path, in words."""
-    return _FULL if is_full(path) else "no file of whole tensors"
+def _kind_of(is_whole: bool) -> str:  # noqa: FBT001 - the only argument
+    return "whole tensors" if is_whole else "no file of whole tensors"
 
 
 def _look(path: Path) -> None:

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import holds_sharded
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.base import first_of_all
-from shardkit.checkpoint._agreement import agreed, axes_of
+from shardkit._text import dtype_name
+from shardkit.backends.base import axes_of, first_of_all
+from shardkit.checkpoint._agreement import agreed
 from shardkit.checkpoint._files.disk import (
     Keys,
     Source,
     TensorInfo,
-    dtype_name,
     join_keys,
     nested,
     reading,

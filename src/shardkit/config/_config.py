@@ -34,7 +34,7 @@ from shardkit.backends import (
     init_device_mesh,
     tensor_parallel_of,
 )
-from shardkit.backends.base import first_of_all
+from shardkit.backends.base import axes_of, first_of_all
 from shardkit.backends.device import use_own_device
 from shardkit.backends.groups import (
     current_world_size,
@@ -44,7 +44,7 @@ from shardkit.backends.groups import (
     world_size_or_raise,
 )
 from shardkit.config._schema import Found, Parallelism, Settings, settings_of
-from shardkit.config._source import read
+from shardkit.config._source import plain, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -309,8 +309,7 @@ def values_of(model: nn.Module, mesh: DeviceMesh) -> Values | None:
     if mesh.size() == 1:
         return None
     is_on_meta = any(param.is_meta for param in model.parameters())
-    axes = [mesh.backend.axis(axis) for axis in range(mesh.ndim)]
-    if first_of_all(is_on_meta, axes):
+    if first_of_all(is_on_meta, axes_of(mesh)):
         return None
     state = model.state_dict()
     other = {n: b.detach() for n, b in model.named_buffers() if n not in state}
@@ -370,7 +369,7 @@ def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
         raise ConfigError(msg)
     found = Found(read(source))
     found.check()
-    return Config(found.document.plain(), settings_of(found))
+    return Config(plain(found.document), settings_of(found))
 
 
 class Config:

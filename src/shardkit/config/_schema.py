@@ -212,7 +212,7 @@ TOP = {
 FSDP = {
     "fsdp_version": Field(choice("1", "2"), default="1"),
     "fsdp_sharding_strategy": Field(choice(*STRATEGIES, from_1=True)),
-    "fsdp_reshard_after_forward": Field(text),
+    "fsdp_reshard_after_forward": Field(text),  # See `_RESHARDS`.
     "fsdp_offload_params": Field(flag, default=False),
     "fsdp_auto_wrap_policy": Field(choice(*WRAPS), default="NO_WRAP"),
     "fsdp_transformer_layer_cls_to_wrap": Field(names),
@@ -231,6 +231,40 @@ FSDP = {
         flag, "noted", "Parameters are always the model's own, with their own names."
     ),
 }
+
+
+def _of_version(version: int, own: Kind, other: Kind, hint: str) -> Kind:
+    """Return a kind that one version has, with a hint for values of the other version's kind."""
+
+    def parse(value: Any) -> Any:
+        try:
+            return own(value)
+        except NotOfKindError as error:
+            given = hint if is_of_kind(other, value) else error.hint
+            expected = f"{error.expected} in fsdp_version {version}"
+            raise NotOfKindError(expected, given) from error
+
+    return parse
+
+
+_strategy_kind = choice(*STRATEGIES, from_1=True)
+_RESHARDS = {
+    "1": _of_version(
+        1,
+        _strategy_kind,
+        flag,
+        "That is a value of fsdp_version 2. In version 1 it names a strategy: FULL_SHARD for true, "
+        "SHARD_GRAD_OP for false; or write fsdp_version: 2.",
+    ),
+    "2": _of_version(
+        2,
+        flag,
+        _strategy_kind,
+        "That is a value of fsdp_version 1. In version 2 it is true (as FULL_SHARD) or false (as "
+        "SHARD_GRAD_OP); sizes of a parallelism_config do the rest.",
+    ),
+}
+"""Kinds of fsdp_reshard_after_forward by fsdp_version."""
 
 _CONTEXT = "Shard over all ranks, and split sequences in the model."
 
@@ -323,6 +357,9 @@ class Found:
         self._refused: set[str] = set()
         for name in SECTIONS:
             self._take(name)
+        with contextlib.suppress(_RefusedError):
+            if "fsdp_reshard_after_forward" in self._values and is_fsdp_type(self):
+                self._read("fsdp_reshard_after_forward", _RESHARDS[self.value("fsdp_version")])
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value of a field, by its whole name; else `default`, or its own default."""
@@ -334,12 +371,6 @@ class Found:
         """Whether a section was written, and is not empty."""
         written = self.document.entries.get(section)
         return bool(written and isinstance(written.value, Section) and written.value.entries)
-
-    def refuse(self, name: str, error: NotOfKindError) -> None:
-        """Note that the value of a field is not of its kind."""
-        entry = self._entries[name]
-        self.complaints.append((entry.place, error.sentence(name, plain(entry.value))))
-        self._refused.add(name)
 
     def check(self) -> None:
         """Raise all complaints at once, sorted by line."""
@@ -384,12 +415,21 @@ class Found:
                 )
                 continue
             self._entries[name] = entry
-            try:
-                self._values[name] = SECTIONS[section][name].kind(entry.value)
-            except NotOfKindError as error:
-                self.refuse(name, error)
-            except (RecursionError, ValueError):  # It cannot be converted to text.
-                self.refuse(name, NotOfKindError("must be a value that fits into a line of text"))
+            self._read(name, SECTIONS[section][name].kind)
+
+    def _read(self, name: str, kind: Kind) -> None:
+        """Interpret the value of a field; complain if it is not of its kind."""
+        try:
+            self._values[name] = kind(self._entries[name].value)
+        except NotOfKindError as error:
+            self._refuse(name, error)
+        except (RecursionError, ValueError):  # It cannot be converted to text.
+            self._refuse(name, NotOfKindError("must be a value that fits into a line of text"))
+
+    def _refuse(self, name: str, error: NotOfKindError) -> None:
+        entry = self._entries[name]
+        self.complaints.append((entry.place, error.sentence(name, plain(entry.value))))
+        self._refused.add(name)
 
     def _name_of(self, section: str, key: str, entry: Setting) -> str | None:
         """Return the whole name of a field; complain if there is none."""
@@ -454,21 +494,6 @@ def is_fsdp_type(found: Found) -> bool:
     return kind == "FSDP" or (kind == "XLA" and found.has_fields("fsdp_config"))
 
 
-def strategy_name(found: Found) -> str | None:
-    """Return the sharding strategy in either field of version 1; None: neither field names one."""
-    written = found.value("fsdp_reshard_after_forward")
-    if written is None:
-        name: str | None = found.value("fsdp_sharding_strategy")
-        return name
-    kind = SECTIONS["fsdp_config"]["fsdp_sharding_strategy"].kind
-    return str(kind(written))
-
-
-def reshards(found: Found) -> bool:
-    """Return fsdp_reshard_after_forward of version 2; NotOfKindError: it is no flag."""
-    return flag(found.value("fsdp_reshard_after_forward", True))
-
-
 def num_processes_of(found: Found) -> int | None:
     """Return num_processes; None if it is not given, or is -1."""
     number: int = found.value("num_processes")
@@ -487,9 +512,10 @@ def parallelism_of(found: Found) -> Parallelism | None:
 
 
 def _strategy_of(found: Found, version: int, parallelism: Parallelism | None) -> str:
+    reshards = found.value("fsdp_reshard_after_forward")
     if version == 1:
-        return strategy_name(found) or "FULL_SHARD"
-    kept = "" if reshards(found) else "_zero2"
+        return str(reshards or found.value("fsdp_sharding_strategy", "FULL_SHARD"))
+    kept = "_zero2" if reshards is False else ""
     if parallelism is None or parallelism.dp_replicate_size == 1:
         return "zero2" if kept else "zero3"
     return "replicate" if parallelism.dp_shard_size == 1 else f"hybrid{kept}"
@@ -572,22 +598,9 @@ def _check_version(found: Found) -> Iterator[str]:
 
 
 def _check_version_1(found: Found) -> Iterator[str]:
-    written = found.value("fsdp_reshard_after_forward")
-    try:
-        name = strategy_name(found)
-    except NotOfKindError:
-        if not is_of_kind(flag, written):
-            must = NotOfKindError(f"must be one of {', '.join(STRATEGIES)} in fsdp_version 1")
-            found.refuse("fsdp_reshard_after_forward", must)
-            return
-        yield (
-            f"fsdp_reshard_after_forward is {written!r}, which is a value of fsdp_version 2. In "
-            f"version 1 it names a strategy: FULL_SHARD for true, SHARD_GRAD_OP for false; or "
-            f"write fsdp_version: 2."
-        )
-        return
-    other = found.value("fsdp_sharding_strategy")
-    if other is not None and other != name:
+    name = found.value("fsdp_reshard_after_forward")
+    other = found.value("fsdp_sharding_strategy", name)
+    if name is not None and other != name:
         yield (
             f"fsdp_sharding_strategy is {other}, but fsdp_reshard_after_forward is {name}. Keep "
             f"one of them."
@@ -602,19 +615,7 @@ def _check_version_1(found: Found) -> Iterator[str]:
 
 
 def _check_version_2(found: Found) -> Iterator[str]:
-    written = found.value("fsdp_reshard_after_forward")
-    try:
-        keeps = not reshards(found)
-    except NotOfKindError as error:
-        if not is_of_kind(FSDP["fsdp_sharding_strategy"].kind, written):
-            found.refuse("fsdp_reshard_after_forward", error)
-            return
-        yield (
-            f"fsdp_reshard_after_forward is {written!r}, which is a value of fsdp_version 1. In "
-            f"version 2 it is true (as FULL_SHARD) or false (as SHARD_GRAD_OP); sizes of a "
-            f"parallelism_config do the rest."
-        )
-        return
+    keeps = found.value("fsdp_reshard_after_forward") is False
     name = found.value("fsdp_sharding_strategy")
     if name is not None and name != ("SHARD_GRAD_OP" if keeps else "FULL_SHARD"):
         word = "false" if name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else "true"

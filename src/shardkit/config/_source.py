@@ -47,14 +47,12 @@ class Section:
     entries: dict[str, Setting]
     place: SourceLine
 
-    def plain(self) -> dict[str, Any]:
-        """Return the section as a dict without places."""
-        return {key: plain(entry.value) for key, entry in self.entries.items()}
-
 
 def plain(value: Any) -> Any:
-    """Return a value without places."""
-    return value.plain() if isinstance(value, Section) else value
+    """Return a value without places: a section as a dict."""
+    if not isinstance(value, Section):
+        return value
+    return {key: plain(entry.value) for key, entry in value.entries.items()}
 
 
 def import_yaml() -> ModuleType:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import re
 from typing import TYPE_CHECKING
 
 from shardkit._errors import IntegrationError, warn_user
+from shardkit._text import release_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,14 +30,14 @@ def check_version(package: str) -> None:
     """
     version = importlib.metadata.version(package)
     oldest, newest = TRIED[package][0], TRIED[package][-1]
-    if _numbers(version) < _numbers(oldest):
+    if release_of(version) < release_of(oldest):
         msg = (
             f"{package} {version} is installed, and shardkit was tried with {oldest} to {newest}: "
             f"older ones lack functions that it replaces. Install one of these: "
             f"pip install '{package}=={newest}.*'"
         )
         raise IntegrationError(msg)
-    if _numbers(version) > _numbers(newest) and package not in _warned:
+    if release_of(version) > release_of(newest) and package not in _warned:
         _warned.add(package)
         msg = (
             f"{package} {version} is newer than what shardkit was tried with, {oldest} to "
@@ -63,8 +63,3 @@ def replacing(package: str) -> Iterator[None]:
             f"{tried[0]} to {tried[-1]}: pip install '{package}=={tried[-1]}.*'"
         )
         raise IntegrationError(msg) from error
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._compat import torch_autograd
 from shardkit._errors import IntegrationError, OptimizerError, warn_user
-from shardkit._install import Installed, catch_up, install, refuse_or_warn
+from shardkit._install import Installed, catch_up, install, once, refuse_or_warn
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.optimizers import cut_whole_state, is_of_torchao
 from shardkit.checkpoint import load_full
@@ -77,19 +77,13 @@ def use() -> Installed:
             attributes do not give the arguments to make it again.
     """
     check_version("accelerate")
-    used = Installed()
-    if _in_use:
-        return used
-    _refuse_too_late()
-    with used.all_or_nothing(), replacing("accelerate"):
-        _replace_all(used)
-    return used
+    return once(_in_use, _replace_all)
 
 
+@replacing("accelerate")
 def _replace_all(used: Installed) -> None:
+    _refuse_too_late()
     used.after_import("transformers", _check_transformers)
-    _in_use.append(used)
-    used.at_undo(_in_use.clear)
     used.at_undo(install().undo)
     state = accelerate.state.AcceleratorState
     used.wrap(state, "__init__", _also_on_cpu)

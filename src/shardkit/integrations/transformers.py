@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._errors import IntegrationError, warn_user
-from shardkit._install import Installed, catch_up, install
+from shardkit._install import Installed, catch_up, install, once
 from shardkit._tensor.client_answers import telling_the_truth
 from shardkit._tensor.dcp_protocol import boxes_of_piece
 from shardkit._tensor.sharded import ShardedTensor
@@ -65,16 +65,10 @@ def use() -> Installed:
             Later, when a model is loaded: it is quantized.
     """
     check_version("transformers")
-    used = Installed()
-    if not _in_use:
-        with used.all_or_nothing():
-            _replace_all(used)
-    return used
+    return once(_in_use, _replace_all)
 
 
 def _replace_all(used: Installed) -> None:
-    _in_use.append(used)
-    used.at_undo(_in_use.clear)
     used.at_undo(install().undo)
     used.after_import("transformers.core_model_loading", functools.partial(_read_pieces, used))
     used.after_import("transformers.modeling_utils", functools.partial(_keep_missing, used))

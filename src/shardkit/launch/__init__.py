@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from shardkit._doctor.facts import address_towards, interface_addresses
 from shardkit._errors import LaunchError
-from shardkit._text import Kind, NotOfKindError, nearest, number, seconds
+from shardkit._text import Kind, nearest, number, read_as, seconds
 from shardkit.config import CONFIG_VARIABLE, from_config
 from shardkit.config._schema import MAX_RANKS, TOP
 from shardkit.launch.slurm import slurm_environment
@@ -86,8 +86,7 @@ class Arguments:
 
     # Options for `torch.distributed.run.run`, with shardkit's own ones.
     torchrun: argparse.Namespace
-    use_cpu: bool  # Whether cards are hidden from the ranks.
-    cards: str | None  # Numbers of the visible cards, with commas; None: all.
+    cards: str | None  # Numbers of the cards that ranks see, with commas; None: all.
 
     @property
     def hosts(self) -> tuple[int, int]:
@@ -150,7 +149,7 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
         if name == "machine_rank" and "num_machines" in fields:  # Otherwise --nnodes counts.
             kind = number(0, fields["num_machines"] - 1)
         if name in fields:
-            fields[name] = _read(kind, name, fields[name])
+            fields[name] = read_as(kind, name, fields[name], LaunchError)
     use_cpu = first.cpu or bool(fields.get("use_cpu"))
     on_xla = first.xla or str(fields.get("distributed_type", "")).upper() == "XLA"
     defaults = _defaults(fields, use_cpu=use_cpu, on_xla=on_xla)
@@ -169,10 +168,11 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
         )
         raise LaunchError(msg)
     for name, kind in _ALONE.items():
-        if hasattr(torchrun, name):  # Not every release has all of them.
-            setattr(torchrun, name, _read(kind, name, getattr(torchrun, name)))
-    chosen = str(fields.get("gpu_ids", "all"))
-    result = Arguments(torchrun, use_cpu, None if chosen == "all" else chosen)
+        value = getattr(torchrun, name, None)  # Not every release has all of them.
+        if value is not None:
+            setattr(torchrun, name, read_as(kind, name, value, LaunchError))
+    chosen = "" if use_cpu else str(fields.get("gpu_ids", "all"))
+    result = Arguments(torchrun, None if chosen == "all" else chosen)
     if not first.slurm:
         _choose_rendezvous(result, fields)
     return result
@@ -237,14 +237,6 @@ def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dic
         if value is not None:
             found[name] = value
     return found
-
-
-def _read(kind: Kind, name: str, value: object) -> Any:
-    """Return the value of an option; None if it is not given."""
-    try:
-        return None if value is None else kind(value)
-    except NotOfKindError as error:
-        raise LaunchError(error.sentence(name, value)) from None
 
 
 def _is_in_environment(name: str) -> bool:
@@ -526,7 +518,7 @@ def here_towards(host: str, port: int) -> Here:
     return Here(own, next((name for name, each in known.items() if own in each), None))
 
 
-def check_interface(variable: str, chosen: str, here: Here) -> None:
+def check_interface(chosen: str, here: Here) -> None:
     """Refuse interfaces that do not lead to other hosts: ranks would wait for half an hour."""
     known = interface_addresses()
     wanted = here.interface or f"the one with the address {here.address}"
@@ -536,9 +528,9 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
         if name not in known or (alone and not ipaddress.ip_address(here.address).is_loopback):
             problem = "leads to no other host" if alone else "is not on this host"
             msg = (
-                f"{variable}={chosen}: {name} {problem} ({socket.gethostname()}). {wanted} leads "
-                f"to the first host. Leave the variable out, or set it to the interface of the "
-                f"network that all hosts share."
+                f"GLOO_SOCKET_IFNAME={chosen}: {name} {problem} ({socket.gethostname()}). {wanted} "
+                f"leads to the first host. Leave the variable out, or set it to the interface of "
+                f"the network that all hosts share."
             )
             raise LaunchError(msg)
 
@@ -604,9 +596,7 @@ def environment_of(arguments: Arguments) -> dict[str, str]:
         found[_SHARE_STORE] = "1"
     if arguments.torchrun.config is not None:
         found[CONFIG_VARIABLE] = str(Path(arguments.torchrun.config).resolve())
-    if arguments.use_cpu:
-        found["CUDA_VISIBLE_DEVICES"] = ""
-    elif arguments.cards is not None:
+    if arguments.cards is not None:
         found["CUDA_VISIBLE_DEVICES"] = arguments.cards
     return found
 
@@ -639,7 +629,7 @@ def _use_network(host: str, port: int) -> str:
     for name in _INTERFACES:
         if here.interface is not None:
             os.environ.setdefault(name, here.interface)
-    check_interface("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", ""), here)
+    check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""), here)
     return here.address
 
 

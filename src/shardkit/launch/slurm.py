@@ -8,7 +8,8 @@ import re
 from typing import TYPE_CHECKING
 
 from shardkit._errors import LaunchError
-from shardkit._text import listed
+from shardkit._text import listed, read_as
+from shardkit._text import number as whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,11 +55,8 @@ def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str,
         raise LaunchError(msg)
 
     def number(*names: str) -> int:
-        value = find(*names)
-        if not value.isdecimal():
-            msg = f"{names[0]} must be a number, got {value!r}."
-            raise LaunchError(msg)
-        return int(value)
+        found: int = read_as(whole_number(), names[0], find(*names), LaunchError)
+        return found
 
     # Sbatch gives its script the place of a task, too, but no step: it would wait for other tasks.
     step = find("SLURM_STEP_ID", "SLURM_STEPID")

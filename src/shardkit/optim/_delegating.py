@@ -226,7 +226,19 @@ class DelegatingOptimizer(Optimizer, ABC):
 
     def _is_state_written(self) -> bool:
         """Whether a user wrote to `state`, or loaded it, since it was made from the inner state."""
-        return self._shown is not None and self._is_changed(self._shown)
+        shown, before = self._shown, self._as_shown
+        if shown is None:
+            return False
+        if before is None or before.keys() != shown.keys():
+            return True
+        for param, entries in shown.items():
+            known = before[param]
+            if isinstance(entries, dict) and (
+                known.keys() != entries.keys()
+                or any(known[name] is not value for name, value in entries.items())
+            ):
+                return True
+        return any(torch_tensors.version_of(copy) != version for copy, version in self._copies)
 
     def _renew(self, tensors: Sequence[Sequence[torch.nn.Parameter]]) -> Optimizer:
         """Return the inner optimizer with other tensors; its own attributes stay."""
@@ -241,19 +253,6 @@ class DelegatingOptimizer(Optimizer, ABC):
             self.inner.param_groups, self.inner.state = made.param_groups, made.state
         self._sent = [{} for _ in groups]
         return self.inner
-
-    def _is_changed(self, shown: State) -> bool:
-        before = self._as_shown
-        if before is None or before.keys() != shown.keys():
-            return True
-        for param, entries in shown.items():
-            known = before[param]
-            if isinstance(entries, dict) and (
-                known.keys() != entries.keys()
-                or any(known[name] is not value for name, value in entries.items())
-            ):
-                return True
-        return any(torch_tensors.version_of(copy) != version for copy, version in self._copies)
 
     # --- settings -------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import OptimizerError
-from shardkit._params.state_dicts import STATE_NUMBERS, leaves_of, map_leaves
+from shardkit._params.state_dicts import STATE_NUMBERS, leaves_of, map_leaves, zip_leaves
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import memory_of, writing_only
@@ -541,23 +542,21 @@ class LocalOptimizer(DelegatingOptimizer):
     ) -> dict[str, Any]:
         """Return the state of a stepped tensor; `saved` is that of its parts, of one history."""
 
-        def joined(name: str, values: list[Any]) -> Any:
-            first = values[0]
-            if isinstance(first, dict):
-                return {key: joined(name, [each[key] for each in values]) for key in first}
-            if isinstance(first, list) or type(first) is tuple:
-                places = [joined(name, list(each)) for each in zip(*values, strict=True)]
-                return places if isinstance(first, list) else tuple(places)
+        def joined(name: str, leaves: Sequence[Any]) -> Any:
+            first = leaves[0]
             if is_number(first):
                 return self._number(name, first, run, settings)
             if run.is_stand_in:
                 return torch.zeros(1, dtype=first.dtype, device=run.tensor.device)
-            return run.join(values, None)
+            return run.join(leaves, None)
 
         # Sorted, because runs begin with other parameters on other ranks. In the order of the first
         # one, ranks would show a parameter's entries in different orders, and gather them mixed.
         names = sorted((name for name in saved[0] if name != MASTER), key=repr)
-        shown = {name: joined(name, [entries[name] for entries in saved]) for name in names}
+        shown = {
+            name: zip_leaves([entries[name] for entries in saved], functools.partial(joined, name))
+            for name in names
+        }
         if not shown:
             return {}  # Only a master, as with SGD without momentum.
         fresh = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardkit._compat import torch_autograd
 from shardkit._errors import OptimizerError, RankMismatchError
-from shardkit._params.state_dicts import map_leaves
+from shardkit._params.state_dicts import map_leaves, zip_leaves
 from shardkit._settings import as_number
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import Mark, memory_of, writing_only
@@ -88,14 +88,13 @@ def _form_of_stack(entries: Sequence[Entries], lead: Sequence[int], name: str) -
 
 def _stacked(entries: Sequence[Any], lead: Sequence[int]) -> Any:
     """Return the state of all matrices of a stack; `lead` is its shape without theirs."""
-    first = entries[0]
-    if isinstance(first, Tensor):
-        return torch.stack(list(entries)).unflatten(0, tuple(lead))
-    if isinstance(first, dict):
-        return {key: _stacked([each[key] for each in entries], lead) for key in first}
-    if isinstance(first, list) or type(first) is tuple:
-        return type(first)(_stacked(each, lead) for each in zip(*entries, strict=True))
-    return first
+
+    def stack(leaves: Sequence[Any]) -> Any:
+        if not isinstance(leaves[0], Tensor):
+            return leaves[0]
+        return torch.stack(list(leaves)).unflatten(0, tuple(lead))
+
+    return zip_leaves(entries, stack)
 
 
 def _of_matrix(leaf: Any, number: int, lead: int) -> Any:

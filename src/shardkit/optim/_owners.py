@@ -19,7 +19,7 @@ from shardkit._errors import OptimizerError
 from shardkit._layout import Box, FlatLayout, Part
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import ShardSpec
-from shardkit.backends.base import AllToAll, PeerAxis
+from shardkit.backends.base import AllToAll, PeerAxis, axes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -517,7 +517,7 @@ def _make_owner_group(
 
 def _joint_axis(mesh: DeviceMesh) -> PeerAxis:
     """Return the communicator of all ranks of a mesh: that of its only axis, or a joint one."""
-    axes = [mesh.backend.axis(index) for index in range(mesh.ndim)]
+    axes = axes_of(mesh)
     wide = [axis for axis in axes if axis.size > 1]
     axis: PeerAxis = mesh.backend.joint_axis(mesh.ranks) if len(wide) > 1 else (wide or axes)[0]
     return axis

@@ -36,12 +36,17 @@ class _Block:
     is_free: bool = False
 
 
+def _order(block: _Block) -> tuple[int, int]:
+    """Return what free blocks are sorted by."""
+    return block.nbytes, block.address
+
+
 class _CachingAllocator:
     """The allocator of one stream with its default settings (torch 2.9 to 2.13)."""
 
     def __init__(self) -> None:
         self.reserved = 0  # Bytes of all segments. None is given back.
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # By `is_small`.
         self._bottom = 0
         self._gaps: list[tuple[int, int]] = []
 
@@ -50,43 +55,32 @@ class _CachingAllocator:
         nbytes = max(_ROUNDING, align_up(nbytes, _ROUNDING))
         is_small = nbytes <= _SMALL
         free = self._free[is_small]
-        place = bisect.bisect_left(free, nbytes, key=lambda each: each[0])
-        block = free.pop(place)[2] if place < len(free) else self._segment(nbytes)
+        place = bisect.bisect_left(free, nbytes, key=lambda each: each.nbytes)
+        block = free.pop(place) if place < len(free) else self._segment(nbytes)
+        block.is_free = False
         left = block.nbytes - nbytes
         if left >= _ROUNDING if is_small else left > _SMALL:
             rest = _Block(block.address + nbytes, left, is_small, block, block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.nbytes, block.after = nbytes, rest
-            self._keep(rest)
-        block.is_free = False
+            self.free(rest)
         return block
 
     def free(self, block: _Block) -> None:
         """Keep a block, as one with free neighbors."""
         free = self._free[block.is_small]
-        for other in (block.before, block.after):
+        for other in (block.after, block.before):
             if other is None or not other.is_free:
                 continue
-            del free[bisect.bisect_left(free, (other.nbytes, other.address), key=lambda e: e[:2])]
-            if other is block.before:
-                block.address, block.before = other.address, other.before
-                if block.before is not None:
-                    block.before.after = block
-            else:
-                block.after = other.after
-                if block.after is not None:
-                    block.after.before = block
-            block.nbytes += other.nbytes
-        self._keep(block)
-
-    def _keep(self, block: _Block) -> None:
+            del free[bisect.bisect_left(free, _order(other), key=_order)]
+            low, high = (block, other) if other is block.after else (other, block)
+            low.nbytes, low.after = low.nbytes + high.nbytes, high.after
+            if low.after is not None:
+                low.after.before = low
+            block = low
         block.is_free = True
-        bisect.insort(
-            self._free[block.is_small],
-            (block.nbytes, block.address, block),
-            key=lambda each: each[:2],
-        )
+        bisect.insort(free, block, key=_order)
 
     def _segment(self, nbytes: int) -> _Block:
         is_small = nbytes <= _SMALL
@@ -115,12 +109,10 @@ def reserved_nbytes(memories: Iterable[HeldMemory]) -> int:
     Memory of the host does not count.
     """
     allocator = _CachingAllocator()
-    changes: list[tuple[int, bool, HeldMemory]] = []
-    for memory in memories:
-        if not memory.on_host:
-            changes.append((memory.born, True, memory))
-            if memory.died is not None and not memory.is_handed_on:
-                changes.append((memory.died, False, memory))
+    on_device = [memory for memory in memories if not memory.on_host]
+    handed_on = {memory.takes_over for memory in on_device}
+    changes = [(memory.born, True, memory) for memory in on_device]
+    changes += [(m.died, False, m) for m in on_device if m.died is not None and m not in handed_on]
     blocks: dict[HeldMemory, _Block] = {}
     for _, is_born, memory in sorted(changes, key=lambda change: change[:2]):
         if not is_born:

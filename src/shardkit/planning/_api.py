@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import ConfigError
 from shardkit._module.checks import check_kinds, checked_ignored, find_params
-from shardkit._text import NotOfKindError, byte_size
+from shardkit._text import byte_size, read_as
 from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.planning._plan import RunPlan, plan_of
 
@@ -115,7 +115,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     shape = _shape_of(mesh, options.get("strategy"))
     size, rank = math.prod(shape), _integer("rank", rank)
     accumulate = _integer("accumulate", accumulate)
-    most = None if budget is None else _nbytes(budget)
+    most = None if budget is None else read_as(byte_size, "budget", budget, ConfigError)
     if not 0 <= rank < size:
         msg = f"rank must be from 0 to {size - 1} on a mesh of {shape}, got {rank}."
         raise ConfigError(msg)
@@ -195,13 +195,6 @@ def _integer(name: str, value: Any) -> int:
     except TypeError:
         msg = f"{name} must be an integer, got {value!r}."
         raise ConfigError(msg) from None
-
-
-def _nbytes(budget: int | str) -> int:
-    try:
-        return byte_size(budget)
-    except NotOfKindError as error:
-        raise ConfigError(error.sentence("budget", budget)) from None
 
 
 def _device_type(device: str) -> str:

@@ -42,72 +42,54 @@ _DTYPES = ("float32", "bfloat16")
 def calibrate(device: str) -> HardwareProfile:
     """Return a profile of the ranks of this world. Collective; takes less than a minute.
 
+    The speed of a shared machine changes from second to second. So each round measures everything
+    for a moment, and the profile has the medians of all rounds.
+
     Raises:
         MeshError: No launcher started this process.
     """
-    calibration = Calibration(device)
+    use_own_device(device)
+    mesh = init_device_mesh(device, (int(os.environ.get("WORLD_SIZE", "1")),))
+    clock = _Clock(mesh, device)
+    products = {name: _products(clock, getattr(torch, name)) for name in _DTYPES}
+    memory = {
+        "new": _memory(clock, lambda x: x + 1.0, 2),
+        "in_place": _memory(clock, lambda x: x.mul_(1.0), 1),
+        "function": _memory(clock, nn.functional.gelu, 2),
+    }
+    host = torch.ones(_LARGE // 4, pin_memory=not clock.on_cpu)
+    target = torch.empty(_LARGE // 4, device=clock.device)
+    copy = clock.add(lambda: target.copy_(host, non_blocking=True))
+    one = torch.ones(1, device=clock.device)
+    kernel = clock.add(lambda: one.mul_(1.0))
+    # Meshes (replicate, shard) of all ranks.
+    sizes = [n for n in range(clock.size, 0, -1) if clock.size % n == 0 and clock.size > 1]
+    links = [link for n in sizes for link in _links(clock, (clock.size // n, n))]
+    overlap = _overlap(clock) if clock.size > 1 else lambda: 1.0
+    of_operator = _operator_s(clock)
+    add_groups = _groups(clock)
     for _ in range(_ROUNDS):
-        calibration.measure()
-    return calibration.profile()
-
-
-class Calibration:
-    """Measurements of this machine, in rounds.
-
-    The speed of a shared machine changes from second to second. So each round measures everything
-    for a moment, and the profile has the medians of all rounds.
-    """
-
-    def __init__(self, device: str) -> None:
-        use_own_device(device)
-        mesh = init_device_mesh(device, (int(os.environ.get("WORLD_SIZE", "1")),))
-        self._device = device
-        self._clock = clock = _Clock(mesh, device)
-        self._products = {name: _products(clock, getattr(torch, name)) for name in _DTYPES}
-        self._memory = {
-            "new": _memory(clock, lambda x: x + 1.0, 2),
-            "in_place": _memory(clock, lambda x: x.mul_(1.0), 1),
-            "function": _memory(clock, nn.functional.gelu, 2),
-        }
-        host = torch.ones(_LARGE // 4, pin_memory=not clock.on_cpu)
-        target = torch.empty(_LARGE // 4, device=clock.device)
-        self._host = clock.add(lambda: target.copy_(host, non_blocking=True))
-        one = torch.ones(1, device=clock.device)
-        self._kernel = clock.add(lambda: one.mul_(1.0))
-        # Meshes (replicate, shard) of all ranks.
-        sizes = [n for n in range(clock.size, 0, -1) if clock.size % n == 0 and clock.size > 1]
-        self._links = [link for n in sizes for link in _links(clock, (clock.size // n, n))]
-        self._overlap = _overlap(clock) if clock.size > 1 else lambda: 1.0
-        self._operator_s = _operator_s(clock)
-        self._add_groups = _groups(clock)
-
-    def measure(self) -> None:
-        """Measure everything once more. Collective."""
-        self._clock.measure()
-
-    def profile(self) -> HardwareProfile:
-        """Return what was measured. Collective."""
-        clock, device = self._clock, self._device
-        clock.settle()
-        operator_s = self._operator_s()
-        products = {name: _rates(points) for name, points in self._products.items()}
-        memory = {name: _rates(points) for name, points in self._memory.items()}
-        profile = HardwareProfile(
-            name=f"calibrated-{device}",
-            device=device,
-            memory_nbytes=memory_nbytes(device),
-            overlap=self._overlap(),
-            operator_s=operator_s,
-            sharded_operator_s=operator_s,
-            group_s=0.0,
-            kernel_s=0.0 if device == "cpu" else self._kernel.seconds,
-            host_bytes_per_s=_LARGE / self._host.seconds,
-            peak={name: max(rate for _, rate in curve) for name, curve in products.items()},
-            products=products,
-            memory={**memory, "host": memory["in_place"]},
-            links=tuple(route() for route in self._links),
-        )
-        return self._add_groups(profile)
+        clock.measure()
+    clock.settle()
+    operator_s = of_operator()
+    rates = {name: _rates(points) for name, points in products.items()}
+    of_memory = {name: _rates(points) for name, points in memory.items()}
+    profile = HardwareProfile(
+        name=f"calibrated-{device}",
+        device=device,
+        memory_nbytes=memory_nbytes(device),
+        overlap=overlap(),
+        operator_s=operator_s,
+        sharded_operator_s=operator_s,
+        group_s=0.0,
+        kernel_s=0.0 if clock.on_cpu else kernel.seconds,
+        host_bytes_per_s=_LARGE / copy.seconds,
+        peak={name: max(rate for _, rate in curve) for name, curve in rates.items()},
+        products=rates,
+        memory={**of_memory, "host": of_memory["in_place"]},
+        links=tuple(route() for route in links),
+    )
+    return add_groups(profile)
 
 
 @dataclass(slots=True, eq=False)

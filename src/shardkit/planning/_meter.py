@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit._compat.torch_autograd import is_from_engine
 from shardkit._events import StepEvent, StepObserver
+from shardkit._text import dtype_name
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 from shardkit.planning._cpu_kernels import AS_LARGE_AS_INPUT, scratch_on_cpu
@@ -40,8 +41,8 @@ class HeldMemory:
     on_host: bool = False  # Whether it is memory of the host, while the device has its own.
     # Names of all parts of its content, in order: a shard holds many parameters.
     labels: dict[str, None] = field(default_factory=dict)
-    takes_over: HeldMemory | None = None  # Memory whose place it has; None: it was allocated.
-    is_handed_on: bool = False  # Whether other memory took over its place; then nothing was freed.
+    # Memory whose place it has, which was not freed then; None: it was allocated.
+    takes_over: HeldMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class MemoryMeter(TorchDispatchMode):
             kind = "host"
         elif name in _FUNCTIONS:
             kind = "function"
-        dtype, nbytes = str(last.dtype).removeprefix("torch."), sum(t.nbytes for t in tensors)
+        dtype, nbytes = dtype_name(last.dtype), sum(t.nbytes for t in tensors)
         is_again = self.observer.phase == "backward" and bool(self.modules)
         owner = self._owner()[1]
         done = Operator(self.observer.position, kind, dtype, flops, nbytes, owner, is_again)
@@ -255,8 +256,7 @@ class MemoryMeter(TorchDispatchMode):
         if self._summed is not None:
             (part, total), self._summed = self._summed, None
             if part is memory and total.born == self.position:
-                part.is_handed_on, total.takes_over = True, part
-                part.died = total.born
+                total.takes_over, part.died = part, total.born
                 return
         self.position += 1
         memory.died = self.position
@@ -298,7 +298,7 @@ class MemoryMeter(TorchDispatchMode):
         else:
             return
         if before is not None:
-            before.is_handed_on, after.takes_over = True, before
+            after.takes_over = before
 
     # --- what is known later ---
 

@@ -20,7 +20,7 @@ from shardkit._errors import ConfigError, OptimizerError
 from shardkit._events import observed_by
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.hooks import groups_in
-from shardkit._text import listed
+from shardkit._text import dtype_name, listed
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit._wrapping.activations import checkpoint_activations
 from shardkit._wrapping.auto_shard import auto_shard
@@ -156,8 +156,7 @@ def dry_run(run: Run, *, is_timed: bool = False) -> MemoryMeter:
         ):
             _two_steps(run, model, optimizer, batch, meter)
         meter.padding_nbytes = _padding_nbytes(model)
-        dtypes = {str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-        meter.param_dtypes = tuple(sorted(dtypes))
+        meter.param_dtypes = tuple(sorted({dtype_name(p.dtype) for p in model.parameters()}))
     return meter
 
 

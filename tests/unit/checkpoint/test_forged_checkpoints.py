@@ -104,11 +104,11 @@ def add_outside(body: Body) -> None:
 
 FORGED_BODIES: dict[str, tuple[Callable[[Body], object], str]] = {
     "far offset": (change_first(0, 2**40), "overlap|ends at byte"),
-    "negative offset": (change_first(0, -100), "has offset, size"),
-    "far size": (change_first(1, 2**62), "checksums for"),
-    "text": (change_first(0, "0"), "is no integer"),
-    "true": (change_first(0, True), "is no integer"),
-    "data_offset": (change_first(2, 2**40), "has offset, size"),
+    "negative offset": (change_first(0, -100), "number of an item .* is -100"),
+    "far size": (change_first(1, 2**62), f"number of an item .* is {2**62}"),
+    "text": (change_first(0, "0"), "number of an item .* is '0'"),
+    "true": (change_first(0, True), "number of an item .* is True"),
+    "data_offset": (change_first(2, 2**40), f"and data at byte {2**40}"),
     "no checksums": (change_first(3, []), "0 checksums for"),
     "wrong item": (lambda body: items(body).pop(), "differ about"),
     "no items": (lambda body: body["files"].clear(), "differ about"),

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
+from shardkit._text import byte_size
 from shardkit.checkpoint import FullFile, consolidate, load_full
 from shardkit.checkpoint._files import formats
 from shardkit.checkpoint._files.disk import TensorInfo
-from shardkit.checkpoint._files.formats import Format, FullWriter, parse_size
+from shardkit.checkpoint._files.formats import Format, FullWriter
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -237,7 +238,7 @@ def test_sharded_directories(tmp_path: pathlib.Path, format: str, size: int | st
     for name in expected:
         part = load(tmp_path / "out" / name)
         nbytes = sum(tensor.nbytes for tensor in part.values())
-        assert nbytes <= parse_size(size) or len([t for t in part.values() if t.numel()]) == 1
+        assert nbytes <= byte_size(size) or len([t for t in part.values() if t.numel()]) == 1
     index = json.loads((tmp_path / "out" / f"{stem}.{suffix}.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
 
@@ -485,17 +486,17 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_sizes(text: int | str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
+    assert byte_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "GB", "5 bananas", 0, "-3", "1e400GB", "1_", "1-2", ".", "e9"]
 )
-def test_sizes_that_are_none(text: int | str) -> None:
+def test_sizes_that_are_none(text: int | str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(
         CheckpointError, match="max_shard_size must be a number of bytes such as 50000"
     ):
-        parse_size(text)
+        FullWriter(tmp_path / "out", {}, format="torch", max_shard_size=text)
 
 
 def test_memory_for_tensors_that_come_is_not_touched(tmp_path: pathlib.Path) -> None:

@@ -336,11 +336,11 @@ CONTRADICTIONS: dict[str, tuple[Fields, str]] = {
     ),
     "a flag in version 1": (
         fields_of(fsdp={"fsdp_reshard_after_forward": True}),
-        "which is a value of fsdp_version 2",
+        "got True. That is a value of fsdp_version 2. In version 1 it names a strategy",
     ),
     "a strategy in version 2": (
         fields_of(fsdp={"fsdp_version": 2, "fsdp_reshard_after_forward": "FULL_SHARD"}),
-        "which is a value of fsdp_version 1",
+        "got 'FULL_SHARD'. That is a value of fsdp_version 1. In version 2 it is true",
     ),
     "a strategy beside version 2": (
         fields_of(fsdp={"fsdp_version": 2, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}),

@@ -78,7 +78,7 @@ def test_what_accelerate_writes(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     options = found.torchrun
     assert (options.nnodes, options.nproc_per_node) == ("2", "8")
     assert (options.rdzv_backend, options.rdzv_endpoint) == ("c10d", "10.0.0.1:4000")
-    assert (options.rdzv_conf, found.use_cpu, found.cards) == ("is_host=0", False, None)
+    assert (options.rdzv_conf, found.cards) == ("is_host=0", None)
     for name, value in environment_of(found).items():
         monkeypatch.setenv(name, value)
     assert shardkit.from_config().settings.precision == "bf16"
@@ -147,7 +147,7 @@ def test_what_is_told_to_torchrun_itself_stays() -> None:
 
 def test_devices_of_a_config_file() -> None:
     found = parsed("--config=f", "t.py", use_cpu=True, num_processes=2)
-    assert found.use_cpu
+    assert found.cards == ""
     assert found.torchrun.nproc_per_node == "2"
     assert parsed("--config=f", "t.py", gpu_ids="0,2", num_processes=2).cards == "0,2"
     assert parsed("--config=f", "t.py", gpu_ids="all").cards is None

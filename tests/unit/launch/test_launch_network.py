@@ -35,12 +35,13 @@ def test_an_unknown_name_is_said_before_interfaces_are_looked_for(
 
 def test_interfaces_that_do_not_lead_to_others() -> None:
     here = Here("10.0.0.2", "eth7")
-    with pytest.raises(LaunchError, match=r"X=lo: lo leads to no other host .* eth7 leads to the"):
-        check_interface("X", "lo", here)
+    message = r"GLOO_SOCKET_IFNAME=lo: lo leads to no other host .* eth7 leads to the"
+    with pytest.raises(LaunchError, match=message):
+        check_interface("lo", here)
     with pytest.raises(LaunchError, match="nowhere is not on this host"):
-        check_interface("X", "nowhere", here)
-    check_interface("X", "", here)
-    check_interface("X", "lo", Here("127.0.0.1", "lo"))  # All "hosts" are this one.
+        check_interface("nowhere", here)
+    check_interface("", here)
+    check_interface("lo", Here("127.0.0.1", "lo"))  # All "hosts" are this one.
 
 
 def test_gloo_without_a_way_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_tasks_of_hosts() -> None:
     ("changed", "message"),
     [
         ({"SLURM_PROCID": ""}, "SLURM_PROCID is not in the environment"),
-        ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID must be a number, got 'x'"),
+        ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID must be an integer of at least 0, got 'x'"),
         ({"SLURM_STEP_NODELIST": "node[1-2"}, "no list of hosts"),
         ({"SLURM_STEP_NODELIST": "node[1-b]"}, "has '1-b' in brackets"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "how many tasks hosts have"),

@@ -55,7 +55,7 @@ def test_segments_are_cut_and_joined(history: list[int], reserved: int) -> None:
 def test_memory_that_takes_over_a_place_is_not_allocated() -> None:
     first, second = HeldMemory(12 * MIB, "", "", 1, 3), HeldMemory(12 * MIB, "", "", 2)
     assert reserved_nbytes([first, second]) == 24 * MIB
-    first.is_handed_on, second.takes_over = True, first
+    second.takes_over = first
     assert reserved_nbytes([first, second]) == 12 * MIB
 
 

@@ -133,19 +133,18 @@ def again_if_replaced(
 def problem(path: Path) -> str:
     """Return what is missing or damaged, by file sizes and the findings of `load`; or ''."""
     try:
-        again_if_replaced(path, lambda: _check(path))
-    except (CheckpointError, OSError) as error:
+        return _damage(path)
+    except OSError as error:
         return str(error)
-    return ""
 
 
-def _is_damaged(path: Path) -> bool:
-    """Whether something is missing or damaged; raises an error of the disk, which may pass."""
+def _damage(path: Path) -> str:
+    """Return the same; raise an error of the disk, which may pass."""
     try:
         again_if_replaced(path, lambda: _check(path))
-    except CheckpointError:
-        return True
-    return False
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _check(path: Path) -> None:
@@ -360,7 +359,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     refuse_texts(CheckpointError, overwrite=overwrite)
     if not os.path.lexists(path):
         return
-    if not overwrite and not ((path / MANIFEST_FILE).exists() and _is_damaged(path)):
+    if not overwrite and not ((path / MANIFEST_FILE).exists() and _damage(path)):
         msg = (
             f"{path} exists. Give each checkpoint a name of its own, such as 'step-1000', or "
             f"replace it by overwrite=True."

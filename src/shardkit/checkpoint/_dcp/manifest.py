@@ -208,14 +208,13 @@ def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
 
 
 def _check_item(item: Item, name: str, block_nbytes: int) -> None:
-    """Raise TypeError or ValueError if an item is impossible."""
-    numbers = (item.offset, item.nbytes, 0 if item.data_offset is None else item.data_offset)
-    for number in (*numbers, *item.crc32s):
-        if type(number) is not int:
-            msg = f"{number!r} in {name!r} is no integer"
-            raise TypeError(msg)
-    if min(numbers) < 0 or numbers[2] > item.nbytes:
-        msg = f"an item of {name!r} has offset, size and data_offset {numbers}"
+    """Raise ValueError if an item is impossible."""
+    what = f"a number of an item of {name!r}"
+    data_offset = 0 if item.data_offset is None else item.data_offset
+    for number in (item.offset, item.nbytes, data_offset, *item.crc32s):
+        _natural(number, what)
+    if data_offset > item.nbytes:
+        msg = f"an item of {name!r} has {item.nbytes} bytes, and data at byte {data_offset}"
         raise ValueError(msg)
     if len(item.crc32s) != -(-item.nbytes // block_nbytes):
         msg = (

@@ -391,13 +391,7 @@ class ItemFile:
 
     def _read_run(self, offset: int, parts: list[memoryview], name: str) -> int:
         """Fill the parts from one run of bytes; return their checksum."""
-        crc32, nbytes = 0, sum(map(len, parts))
-        if nbytes <= STEP_NBYTES and os.preadv(self._fd, parts, offset) == nbytes:
-            for part in parts:
-                crc32 = zlib.crc32(part, crc32)
-            if nbytes:
-                self._report(nbytes)
-            return crc32
+        crc32 = 0
         for part in parts:
             done = 0
             while done < len(part):

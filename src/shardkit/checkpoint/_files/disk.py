@@ -243,11 +243,6 @@ def bytes_of(flat: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in torch, e.g. ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def kind_of(dtype: torch.dtype) -> int:
     """Return the order of a dtype's kind; converting to a higher kind loses only precision."""
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
-from shardkit._tensor.sharded import ShardedTensor
-from shardkit._text import NotOfKindError, byte_size, listed
+from shardkit._params.state_dicts import holds_sharded
+from shardkit._text import byte_size, listed, read_as
 from shardkit._tree import iter_tensors
 from shardkit.checkpoint._files.disk import (
     INCOMPLETE,
@@ -213,22 +213,9 @@ def _load(path: Path) -> Any:
         )
         raise CheckpointError(msg) from error
     # Loading succeeds if this process has a mesh of the same shape, even for another purpose.
-    if _has_sharded_tensors(loaded):
+    if holds_sharded(loaded):
         raise _sharded_error(path)
     return loaded
-
-
-def _has_sharded_tensors(loaded: Any) -> bool:
-    waiting, seen = [loaded], set()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, ShardedTensor):
-            return True
-        # Each value once: values that are shared at many levels would be visited far too often.
-        if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            waiting += value.values() if isinstance(value, Mapping) else value
-    return False
 
 
 def _sharded_error(path: Path) -> CheckpointError:
@@ -798,7 +785,9 @@ class FullWriter:
                 f"models would be mixed. Remove them or choose another directory."
             )
             raise CheckpointError(msg)
-        limit = math.inf if max_shard_size is None else parse_size(max_shard_size)
+        limit = math.inf
+        if max_shard_size is not None:
+            limit = read_as(byte_size, "max_shard_size", max_shard_size, CheckpointError)
         shards: list[list[str]] = [[]]
         size = 0
         for name, info in self._infos.items():
@@ -878,11 +867,3 @@ def _is_linked(aside: Path, file: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def parse_size(size: int | str) -> int:
-    """Return the number of bytes in ``"5GB"``, ``"512MiB"`` or a number."""
-    try:
-        return byte_size(size)
-    except NotOfKindError as error:
-        raise CheckpointError(error.sentence("max_shard_size", size)) from None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardkit._errors import CheckpointError
 from shardkit._params.memory import give_back
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._text import listed_lines
+from shardkit._text import dtype_name, listed_lines
 from shardkit.backends.base import AxisComm, first_of_all
 from shardkit.backends.process_group import ProcessGroupAxis
 from shardkit.checkpoint._agreement import FirstRank
@@ -22,7 +22,6 @@ from shardkit.checkpoint._files.disk import (
     Source,
     TensorInfo,
     copy_from_scratch,
-    dtype_name,
     kind_of,
 )
 from shardkit.checkpoint._state.names import fill_memory
