@@ -124,7 +124,7 @@ class Installed:
 
 
 def install() -> Installed:
-    """Let ``from torch.distributed.fsdp import fully_shard`` give shardkit's, in this process.
+    """Replace FSDP2 in torch, so that scripts and packages that import it use shardkit.
 
     The same holds for `FSDPModule`, `UnshardHandle`, the policies, `register_fsdp_forward_method`
     and `share_comm_ctx`, and for ``torch.distributed._composable.fsdp``. So an unchanged FSDP2
