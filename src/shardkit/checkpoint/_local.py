@@ -227,7 +227,7 @@ def local_state_dict(
 
 
 def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Return the description of this rank's shards that `local_state_dict` has, without values.
+    """Return a description of this rank's shards: shapes, dtypes and ranges, without values.
 
     For scripts that save shards in their own files. Names are those of the model without sharding;
     ``dict(model.named_parameters())`` has the parameters by the same names.
