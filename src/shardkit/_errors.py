@@ -62,7 +62,7 @@ class WrapError(ShardkitError, ValueError):
 
 
 class ShardedTensorError(ShardkitError, RuntimeError):
-    """An operation would be wrong on a `ShardedTensor`, or would not reach its pieces."""
+    """An operation would be wrong on a `ShardedTensor`, or would not reach its shards."""
 
 
 class FreedParameterError(ShardkitError, RuntimeError):
@@ -82,7 +82,7 @@ class StateError(ShardkitError, RuntimeError):
 
 
 class IntegrationError(ShardkitError, RuntimeError):
-    """A package that is to use shardkit has an unknown version, or settings that do not fit."""
+    """A package cannot use shardkit: its version is too old, or its settings do not fit."""
 
 
 class OptimizerError(ShardkitError, ValueError):

@@ -133,11 +133,12 @@ def once(in_use: list[Installed], replace_all: Callable[[Installed], None]) -> I
 
 
 def install() -> Installed:
-    """Let ``from torch.distributed.fsdp import fully_shard`` give shardkit's, in this process.
+    """Replace FSDP2 in torch, so that scripts and packages that import it use shardkit.
 
-    The same holds for `FSDPModule`, `UnshardHandle`, the policies, `register_fsdp_forward_method`
-    and `share_comm_ctx`, and for ``torch.distributed._composable.fsdp``. So an unchanged FSDP2
-    script trains with shardkit:
+    ``from torch.distributed.fsdp import fully_shard`` then gives shardkit's function. The same
+    holds for `FSDPModule`, `UnshardHandle`, the policies, `register_fsdp_forward_method` and
+    `share_comm_ctx`, and for ``torch.distributed._composable.fsdp``. So an unchanged FSDP2 script
+    trains with shardkit:
 
         import shardkit
 

@@ -231,14 +231,14 @@ def as_offload(policy: Any) -> OffloadPolicy:
 
 
 class Comm(Protocol):
-    """Base of a user's own collectives: it allocates their buffers, like FSDP2's ``Comm``."""
+    """Interface of your own collectives: it allocates their buffers, like FSDP2's ``Comm``."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for a buffer that is sent or received."""
 
 
 class AllGather(Comm, Protocol):
-    """A user's own all-gather, like FSDP2's ``AllGather``."""
+    """Interface of your own all-gather, like FSDP2's ``AllGather``."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -247,7 +247,7 @@ class AllGather(Comm, Protocol):
 
 
 class ReduceScatter(Comm, Protocol):
-    """A user's own reduce-scatter, like FSDP2's ``ReduceScatter``."""
+    """Interface of your own reduce-scatter, like FSDP2's ``ReduceScatter``."""
 
     def __call__(
         self,
@@ -290,7 +290,7 @@ class SumAxis(Protocol):
 
 
 class AllReduce(Protocol):
-    """A user's own all-reduce over the replicate axis, for gradients that travel compressed.
+    """Interface of your own all-reduce over the replicate axis, such as one that compresses.
 
     It is called outside of autocast. It may have a method ``settle_unused(pieces, unused)``. That
     method is called at the end of a synced backward, once for each bucket that was summed in it.

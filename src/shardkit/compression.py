@@ -35,7 +35,7 @@ __all__ = ["PowerSGD", "bf16_compress", "compress_gradients", "fp16_compress"]
 
 
 def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
-    """Have the gradients of all groups in a model summed over the replicate axis by `hook`.
+    """Let `hook` sum the gradients of a model over the replicate axis.
 
     Call it on the root, after `fully_shard`, on all ranks with the same hook. It replaces FSDP1's
     ``register_comm_hook`` and DDP's. Groups on a mesh of one axis do not change.

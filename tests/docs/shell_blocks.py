@@ -118,7 +118,7 @@ def _problems_of_pip(rest: list[str]) -> list[str]:
         found += (
             [f"extra {each}" for each in named[1].split(",") if each not in known] if named else []
         )
-    return found + _unknown(rest, {"-q", "-e", "--target"})
+    return found + _unknown(rest, {"-q", "-e", "--target", "--index-url"})
 
 
 def _problems_of_nox(rest: list[str]) -> list[str]:

@@ -306,7 +306,7 @@ class _TracedRepeat:
 
 
 def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.Module:
-    """Let a module keep only its inputs between forward and backward, which runs forward again.
+    """Let a module keep only its inputs after forward; backward runs its forward again.
 
     This saves memory and costs one more forward. The repetition has the same random numbers and the
     same autocast. Buffers, such as running statistics, are written once, and the repetition reads

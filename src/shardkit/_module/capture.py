@@ -550,7 +550,7 @@ class CapturedStep(Generic[P, R]):
 
 
 def capture(step: Callable[P, R], *models: nn.Module, warm_up: int = 3) -> CapturedStep[P, R]:
-    """Capture a step of sharded models in a CUDA graph, and replay it.
+    """Capture a step of sharded models in a CUDA graph, and replay it in later calls.
 
     Each call of the result is one step, on each rank::
 

@@ -121,7 +121,7 @@ class GradientReductionHandle:
 
     @torch_modules.untraced
     def wait(self) -> None:
-        """Wait until the gradients are reduced, and set ``.grad``. Again it does nothing.
+        """Wait until the gradients are reduced, and set ``.grad``. A second call does nothing.
 
         Raises:
             StateError: The gradients were dropped, by `reset_iter_state` or after an exception.
@@ -328,7 +328,7 @@ class FSDPModule(_Base):
         _update_options(self)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Choose what is gathered when this module's backward begins, in the same way."""
+        """Choose what is gathered when this module's backward begins."""
         for group in groups_in(self, recurse=False):
             group.settings.next_in_backward = _groups_of(modules)
         _update_options(self)
@@ -512,7 +512,7 @@ class FSDPModule(_Base):
             group.settings.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether `finalize_backward` ends the backwards of a step, and no backward does.
+        """Set whether you end the backwards of each step yourself, by `finalize_backward`.
 
         Call it on the outermost sharded module. While it is on, `set_is_last_backward` has no
         effect. Backwards still start reductions as gradients come.
@@ -751,7 +751,7 @@ class FSDPModule(_Base):
             comm.all_reduce_hook, comm.all_reduce_hook_stream = hook, stream
 
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
-        """Gather this module's parameters by a function of the user's. Not recursive.
+        """Gather this module's parameters by your own function. Not recursive.
 
         The function gets buffers that `comm` allocated, also after
         `set_allocate_memory_from_process_group_for_comm`.
@@ -770,7 +770,7 @@ class FSDPModule(_Base):
             group.settings.comm.all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
-        """Reduce this module's gradients by a function of the user's. Not recursive.
+        """Reduce this module's gradients by your own function. Not recursive.
 
         The function gets buffers that `comm` allocated, also after
         `set_allocate_memory_from_process_group_for_comm`.
@@ -790,7 +790,7 @@ class FSDPModule(_Base):
             group.settings.comm.reduce_scatter = comm
 
     def set_custom_all_reduce(self, comm: AllReduce | None) -> None:
-        """Sum this module's gradients over the replicate axis by a function of the user's.
+        """Sum this module's gradients over the replicate axis by your own function.
 
         Not recursive. `shardkit.compression` has functions that compress, and sets one for a whole
         model. A copy of the module (``copy.deepcopy``, pickle) does not keep the function.

@@ -206,8 +206,8 @@ def summon_full_params(
     ranks, between steps or before the first forward. A parameter that tensor parallelism splits is
     whole, too. Tied names give one object.
 
-    When the block ends with `writeback`, each rank copies its own piece of ITS values (and
-    ``requires_grad``) to its shard. Nothing is sent: ranks that wrote different values keep pieces
+    When the block ends with `writeback`, each rank copies its own shard of ITS values (and
+    ``requires_grad``) to its shard. Nothing is sent: ranks that wrote different values keep shards
     of different tensors, and replicas of a hybrid mesh diverge. So write the same on all ranks. If
     the block replaced a parameter by another of its shape, the new values are taken as well.
 
@@ -255,7 +255,7 @@ def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
     It does what ``apply(init_fn)`` of fairscale and FSDP1 does. The order is that of
     ``nn.Module.apply``, children first, so one seed on all ranks gives the parameters that a plain
     model gets. The parameters of a group are whole from the first of its modules that holds one to
-    the module that `fully_shard` was called on. Then each rank keeps its piece of what it wrote, as
+    the module that `fully_shard` was called on. Then each rank keeps its shard of what it wrote, as
     in `summon_full_params`. A module inside the group sees parameters of other groups sharded.
 
     Args:

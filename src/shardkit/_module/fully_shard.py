@@ -188,7 +188,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             rank keeps 1/n of them, and backward gathers from n neighbouring ranks, such as those
             of one host.
         shard_placement_fn: Function that takes a parameter and returns where it lies. None: sharded
-            over `mesh`. A ``Shard(dim)``: the same; the dim has no effect, since a piece is a flat
+            over `mesh`. A ``Shard(dim)``: the same; the dim has no effect, since a shard is a flat
             range. A mesh (1-D or 2-D like `mesh`), or FSDP2's ``ShardPlacementResult``: sharded
             over that mesh, such as the ranks that hold the same experts. ``Replicate()`` of torch
             or shardkit: each rank of `mesh` holds the parameter whole, and its gradient is

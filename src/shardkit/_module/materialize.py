@@ -525,7 +525,7 @@ def materialize(
     each tensor when it is touched after another one. On XLA shardkit refuses that. Memory: the
     shards, the largest module's own parameters whole, and one tensor at a time of modules inside
     (all that one function of torch gets). Tensors that NumPy shares, or that were replaced, stay to
-    the end of the module's turn. A group's pieces exist twice while the group gets its memory.
+    the end of the module's turn. A group's shards exist twice while the group gets its memory.
     Source: `param_init_fn` of PyTorch's FSDP1 and torch_xla.
     """
     if init_fn is not None and not callable(init_fn):

@@ -61,7 +61,7 @@ _registered: dict[type, Parts] = {}
 
 
 def register_parts(cls: type[Tensor], flatten: Flatten, unflatten: Unflatten) -> None:
-    """Register the parts of frozen parameters of a class, so that `fully_shard` cuts these.
+    """Say which tensors frozen parameters of a class consist of, so that `fully_shard` cuts them.
 
     It is for quantized weights whose class keeps codes and scales in attributes. A class with
     ``__tensor_flatten__`` and ``__tensor_unflatten__`` needs no registration. Call it before

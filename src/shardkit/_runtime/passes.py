@@ -197,7 +197,7 @@ def open_passes() -> TracedPasses | None:
 
 
 def shared_input(tensor: Tensor) -> Tensor:
-    """Mark an input of a root as equal for all ranks, whatever its size.
+    """Mark an input of a root as the same for all ranks, so that XLA's SPMD mode does not split it.
 
     On XLA devices an input is split over the ranks if its dim 0 is as long as that of the first
     tensor among the inputs. A marked tensor is not split, such as a mask or a table that is as long

@@ -149,7 +149,7 @@ class ShardedTensor(ClientAnswers):
     """A tensor of a global shape of which this rank holds a flat range.
 
     It looks like FSDP2's DTensor parameters: `shape` is global, `placements` and `device_mesh` say
-    how it is spread, `to_local()` returns this rank's piece, and `full_tensor()` the whole tensor.
+    how it is spread, `to_local()` returns this rank's shard, and `full_tensor()` the whole tensor.
     `fully_shard` makes it.
 
     Elementwise operators (also `_foreach` and `_fused` ones) cost no communication. Reductions over
@@ -415,9 +415,9 @@ class ShardedTensor(ClientAnswers):
             self.grad = grad.to(torch_tensors.grad_dtype_of(self) or grad.dtype)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """Return this rank's piece: 1-D, maybe empty; it shares memory with this tensor.
+        """Return this rank's shard: 1-D, maybe empty; it shares memory with this tensor.
 
-        It is differentiable: the gradient of the piece becomes this rank's piece of the gradient.
+        It is differentiable: the gradient of the shard becomes this rank's shard of the gradient.
 
         Args:
             grad_placements: Placements of the gradient: the tensor's own, or None.
@@ -444,7 +444,7 @@ class ShardedTensor(ClientAnswers):
 
         Call it on all ranks of the shard axis, and of the axes that a tensor-parallel parameter is
         split over. It is differentiable: the gradients that the ranks computed from it, each with
-        its own data, are averaged, and each rank keeps its piece. That costs an all-reduce of the
+        its own data, are averaged, and each rank keeps its shard. That costs an all-reduce of the
         tensor's bytes in backward.
         For a frozen parameter over several tensors (quantized weights) the result is a tensor of
         the parameter's own class, in memory of its own.

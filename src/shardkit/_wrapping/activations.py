@@ -31,7 +31,7 @@ def checkpoint_activations(
     policy: Any = None,
     operators: Operators = None,
 ) -> list[str]:
-    """Make chosen modules of a model recompute their activations in backward.
+    """Let chosen modules of a model compute their activations again in backward, to save memory.
 
     Without `classes` and `policy` these are the model's repeated blocks: the members of each
     `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` of which at least two are of the same class,

@@ -196,7 +196,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Choose modules bottom-up once they hold enough parameters that no inner unit has taken.
+    """Choose modules bottom-up once they hold enough parameters that no inner group has taken.
 
     Use it as ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000_000)``.
 

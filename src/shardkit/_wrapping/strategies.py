@@ -242,7 +242,7 @@ _BY_NAME = {name: each for each in STRATEGIES for name in (each.name, *each.alia
 def strategy(name: StrategyName | enum.Enum | Strategy) -> Strategy:
     """Return a strategy of data parallelism by its name.
 
-    | name | FSDP1's name | mesh of n ranks | what is split among ranks |
+    | name | FSDP1's name | mesh of n ranks | what is sharded |
     | --- | --- | --- | --- |
     | ``replicate`` | ``NO_SHARD`` | (n, 1) | nothing, as in DDP |
     | ``zero1`` | | (n,) | optimizer state |

@@ -87,7 +87,7 @@ def save_full(
         CheckpointError: On all ranks: the file cannot be written (with the reason), or the model is
             not sharded, or is on several meshes.
 
-    Cost: within the writer's shard axis, a broadcast of each piece in parts of 16 MiB, in sum the
+    Cost: within the writer's shard axis, a broadcast of each shard in parts of 16 MiB, in sum the
     file's bytes; and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters, and for
     sharded tensors in extra state, whole tensors.
     """
@@ -218,7 +218,7 @@ def load_full(
 ) -> LoadedNames:
     """Load whole tensors from a file or memory into a model, which may be sharded or on meta.
 
-    Each rank reads the ranges that it owns, straight into its pieces, and converts them to the
+    Each rank reads the ranges that it owns, straight into its shards, and converts them to the
     dtype of the model's tensors. Parameters stay the same objects. Names are those of
     ``model.state_dict()``; of tied names the file needs only one. Hooks that rename what is loaded,
     which some modules have for old files, are not called. Neither is the conversion of transformers
@@ -233,10 +233,10 @@ def load_full(
             Hugging Face directory; or a state dict of plain tensors, on any device. All ranks must
             see the file or have the state dict. With `broadcast_from_rank0` only the first rank
             needs it, and the others may pass None, {} or anything.
-        model: Module to load into. Parameters on meta get memory for this rank's pieces only.
+        model: Module to load into. Parameters on meta get memory for this rank's shards only.
         strict: Whether missing or unexpected names are an error.
         broadcast_from_rank0: Mode in which only the first rank of the mesh reads, and sends part
-            after part to the others. These need memory for their pieces and one part.
+            after part to the others. These need memory for their shards and one part.
         progress: Way to show progress: by default a bar on rank 0's terminal, if the load takes
             longer than a second and rich is installed; False: none; or a function of two numbers,
             the bytes that this rank has read and all that it will read.
@@ -246,7 +246,7 @@ def load_full(
             missing, unexpected, or of another shape or kind of dtype. With `broadcast_from_rank0`,
             also if ranks have models with other names.
 
-    Cost: no collectives. Each rank reads its share of the file straight into its pieces; where
+    Cost: no collectives. Each rank reads its share of the file straight into its shards; where
     dtype or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole.
     With `broadcast_from_rank0`, five exchanges, one of them of all names, and a broadcast of every
     16 MiB of each tensor, over each axis of the mesh.

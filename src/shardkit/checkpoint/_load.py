@@ -77,7 +77,7 @@ def load(
     progress: Progress = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Load a checkpoint of `save`, another one of DCP, or a full file; call it on all ranks.
+    """Load a checkpoint of `save` or DCP, or a file of whole tensors; call it on all ranks.
 
     The number of ranks, the mesh and the grouping of parameters may differ from those at the save:
     each rank reads what it holds. Nothing in the files is executed. A checkpoint with a manifest is

@@ -177,7 +177,7 @@ def is_piece(value: Any, described: Mapping[str, Any]) -> bool:
 def local_state_dict(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None
 ) -> dict[str, Any]:
-    """Return this rank's part of the training state in plain containers and tensors.
+    """Return this rank's shards of the training state in plain containers and tensors.
 
     Save it on every rank, for example under ``f"{prefix}_rank-{rank:08d}-of-{world:08d}.pth"``;
     ``python -m shardkit consolidate --ckpt_prefix`` makes one file of these. Call it on all ranks.
@@ -227,9 +227,9 @@ def local_state_dict(
 
 
 def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Return the description of this rank's pieces that `local_state_dict` has, without values.
+    """Return a description of this rank's shards: shapes, dtypes and ranges, without values.
 
-    For scripts that save pieces in their own files. Names are those of the model without sharding;
+    For scripts that save shards in their own files. Names are those of the model without sharding;
     ``dict(model.named_parameters())`` has the parameters by the same names.
 
     Args:

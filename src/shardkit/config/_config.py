@@ -558,7 +558,7 @@ class Config:
             MeshError: See `mesh`.
 
         Cost: if rank 0's values are sent, broadcasts of all of them in parts of 16 MiB, and memory
-        for the pieces and one part. Otherwise none.
+        for the shards and one part. Otherwise none.
         """
         settings, mesh = self.settings, self.mesh()
         self._check(model)

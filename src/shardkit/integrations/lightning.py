@@ -193,7 +193,7 @@ class ShardkitFabricStrategy(_Sharding, FabricModelParallel):
             data-parallel axes.
         replicate_size: Number of replicas of the model; each of them is sharded (hybrid sharding).
         tensor_parallel_size: Number of ranks that get the same batch and split each layer.
-        save_distributed_checkpoint: Whether each rank writes its pieces into a directory. False:
+        save_distributed_checkpoint: Whether each rank writes its shards into a directory. False:
             the first rank writes one file with whole tensors.
         process_group_backend: Setting of Lightning's strategy.
         timeout: Setting of Lightning's strategy; None: its default.

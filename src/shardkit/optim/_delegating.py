@@ -37,7 +37,7 @@ _NOT_SETTINGS = ("params", "param_names")
 
 
 class DelegatingOptimizer(Optimizer, ABC):
-    """An optimizer that has an inner one of another class step other tensors.
+    """Base of optimizers that let an inner optimizer step other tensors than the parameters.
 
     **What this class does.** It tries `optimizer_class` on a small tensor, so that wrong options
     raise at once, and takes its default settings for the parameter groups. In each step it updates

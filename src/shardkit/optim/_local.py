@@ -330,12 +330,12 @@ def _make_tensor(
 
 
 class LocalOptimizer(DelegatingOptimizer):
-    """Runs an elementwise optimizer of any package on plain 1-D tensors: this rank's pieces.
+    """Runs an elementwise optimizer of any package on plain 1-D tensors: this rank's shards.
 
     The parameter groups hold the sharded parameters, and `state` shows sharded state. So learning
     rate schedulers, gradient clipping, gradient scaling and checkpoints work as with the class
     itself, and a checkpoint of one loads into the other. But the class sees neither sharded tensors
-    nor single parameters: adjacent pieces of a bucket that have the same settings are one 1-D
+    nor single parameters: adjacent shards in a bucket that have the same settings are one 1-D
     tensor. So the class needs no operator of `ShardedTensor`, any fused or compiled kernel runs,
     and there are few kernel calls.
 
@@ -364,7 +364,7 @@ class LocalOptimizer(DelegatingOptimizer):
             floating-point dtype. In the first step: a parameter is on meta or on an XLA device, or
             the class keeps state of another shape.
 
-    Cost: no collective. Memory: the class's state of this rank's pieces; with masters, the masters
+    Cost: no collective. Memory: the class's state of this rank's shards; with masters, the masters
     and a copy of the gradients during the step. Reading encoded state takes its size in fp32.
     """
 

@@ -113,7 +113,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The memory and the traffic of one rank in a step, the second one and all that follow.
+    """What one rank holds and sends in a step: the second step, and all later ones.
 
     Attributes:
         mesh: Size of each axis.

@@ -430,14 +430,14 @@ def set_model_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
-    """Load a model's state dict, which holds pieces or whole tensors.
+    """Load a model's state dict, which holds shards or whole tensors.
 
     Values are converted to the dtypes of the model; a model on meta takes the dtypes of the state.
 
     Args:
-        model: Module, sharded or not. Parameters on the meta device get memory for their pieces.
+        model: Module, sharded or not. Parameters on the meta device get memory for their shards.
         model_state_dict: State by names without wrappers, or a dict of states by modules of
-            `model`. Each rank cuts its pieces out of whole tensors.
+            `model`. Each rank cuts its shards out of whole tensors.
         options: Options of torch: ``strict``; with ``broadcast_from_rank0`` rank 0 has whole
             tensors and sends them one at a time, and the states that other ranks pass are ignored.
 
@@ -506,7 +506,7 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Load the state of one or several optimizers, from pieces or whole tensors.
+    """Load the state of one or several optimizers, from shards or whole tensors.
 
     Args:
         model: Module that holds all of their parameters.
@@ -520,7 +520,7 @@ def set_optimizer_state_dict(
             cut otherwise than its parameter. Nothing has been changed then.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor. Memory: the new
-    pieces and 16 MiB; for a tensor that is not sharded, or that is tensor-parallel, all of it.
+    shards and 16 MiB; for a tensor that is not sharded, or that is tensor-parallel, all of it.
     """
     options, given = options or StateDictOptions(), optim_state_dict
     if options.broadcast_from_rank0:
@@ -721,7 +721,7 @@ def scatter_optimizer_state(
         model: Module that holds all of the optimizer's parameters.
         optimizer: Optimizer; it need not have been stepped.
         from_rank0: Whether rank 0 has the state and sends it, tensor by tensor; the states that
-            other ranks pass are then ignored. Otherwise each rank has it and cuts out its pieces.
+            other ranks pass are then ignored. Otherwise each rank has it and cuts out its shards.
         strict: Whether each parameter must be in the state or its groups. Otherwise the state of
             the parameters that are missing begins anew.
 
