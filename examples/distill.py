@@ -80,7 +80,7 @@ def train_teacher(teacher: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None
 
 def distill(student: nn.Module, teacher: nn.Module, x: Tensor, epochs: int) -> nn.Module:
     """Let the student learn the teacher's answers to `x`; return the student's average."""
-    # A copy of this rank's pieces: no communication, on the same mesh, in the same groups.
+    # A copy of this rank's shards: no communication, on the same mesh, in the same groups.
     average = copy.deepcopy(student).requires_grad_(requires_grad=False).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=4e-3)
     for rows in my_batches(len(x), epochs):
@@ -91,7 +91,7 @@ def distill(student: nn.Module, teacher: nn.Module, x: Tensor, epochs: int) -> n
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            # Elementwise on pieces: no communication.
+            # Elementwise on shards: no communication.
             torch._foreach_lerp_([*average.parameters()], [*student.parameters()], 1 - DECAY)
     return average
 
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> tuple[float, bool]:
         float(not all(torch.equal(old, param.to_local()) for old, param in pairs)),
         device=options.device,
     )
-    dist.all_reduce(changed)  # Each rank compared its own pieces.
+    dist.all_reduce(changed)  # Each rank compared its own shards.
     models = {"teacher": teacher, "student": student, "average": average}
     found = {name: accuracy(model.eval(), x_test, y_test) for name, model in models.items()}
     if dist.get_rank() == 0:

@@ -118,7 +118,7 @@ def export_merged(model: PeftModel, folder: Path) -> None:
             down = module.lora_A["default"].weight.full_tensor()
             up = module.lora_B["default"].weight.full_tensor()
             weight = module.get_base_layer().weight
-            # Each rank takes its piece of the sum.
+            # Each rank takes its shard of the sum.
             weight.copy_(weight.full_tensor() + module.scaling["default"] * up @ down)
     base = model.unload()  # The base has its own layers again, in place of peft's.
     checkpoint.save_full(folder / "model.safetensors", base, format="safetensors")

@@ -345,10 +345,10 @@ def memory_table(model: GPT, optimizer: torch.optim.Optimizer, ranks: Ranks) -> 
 
 
 def local_nbytes(tensors: Iterable[Tensor], ranks: Ranks) -> int:
-    """Return the bytes of one rank's pieces; unsharded state, like step counters, counts whole."""
+    """Return the bytes of one rank's shards; unsharded state, like step counters, counts whole."""
     tensors = list(tensors)
     sharded = whole_nbytes(t.to_local() for t in tensors if hasattr(t, "to_local"))
-    # On XLA this process has the pieces of all ranks.
+    # On XLA this process has the shards of all ranks.
     return sharded // ranks.batches + whole_nbytes(t for t in tensors if not hasattr(t, "to_local"))
 
 

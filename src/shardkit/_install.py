@@ -283,7 +283,7 @@ def joining(original: Callable[..., Any]) -> Callable[..., Any]:
         if spec is None or not is_piece or isinstance(local_tensor, ShardedTensor):
             whose = "no tensor's own"
             if spec is not None:
-                whose = f"those of sharded {spec.name!r}, whose piece here is ({spec.piece_numel},)"
+                whose = f"those of sharded {spec.name!r}, whose shard here is ({spec.piece_numel},)"
             msg = (
                 f"DTensor.from_local got placements {tuple(placements)}, which are {whose}, for a "
                 f"{type(local_tensor).__name__} of shape {shape}. Pass a tensor like to_local() of "

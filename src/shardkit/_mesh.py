@@ -225,7 +225,7 @@ def _in_group_order(shape: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int
             msg = (
                 f"a mesh of shape {shape} lists ranks {lines[0]} along axis {axis}, and at "
                 f"another place {lines[wrong]}. Process groups number their ranks from the "
-                f"lowest one, so ranks at one coordinate would hold different pieces. List the "
+                f"lowest one, so ranks at one coordinate would hold different shards. List the "
                 f"ranks along each axis in ascending order."
             )
             raise MeshError(msg)

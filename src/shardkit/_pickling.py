@@ -41,7 +41,7 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     spec.check_saved()
     problem, remedy = "", "Save full_tensor(), called on all ranks."
     if spec.tensor_parallel is not None:
-        problem = "split over a tensor-parallel mesh as well, and such pieces cannot be pickled"
+        problem = "split over a tensor-parallel mesh as well, and such shards cannot be pickled"
     elif spec.subclass is not None:
         problem = f"a {spec.subclass.cls.__name__}, which a pickle cannot describe"
     elif spec.packing is not None:
@@ -88,7 +88,7 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
         msg = (
             f"sharded {name!r} is loaded under a FakeTensorMode, without its values. Such a reader "
             f"takes the bytes of the whole, {tuple(shape)}, from the file by itself, and this file "
-            f"holds a piece. Load it by torch.load without that mode, or save the model by "
+            f"holds a shard. Load it by torch.load without that mode, or save the model by "
             f"shardkit.checkpoint.save or torch.distributed.checkpoint."
         )
         raise ShardedTensorError(msg)
@@ -96,7 +96,7 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
     axis = mesh.backend.axis(mesh.ndim - 1)
     if axis.rank != position:
         msg = (
-            f"what is read here holds piece {position} of sharded {name!r}, but this process (rank "
+            f"what is read here holds shard {position} of sharded {name!r}, but this process (rank "
             f"{mesh.rank}) is at position {axis.rank} of the shard axis. Load on every rank the "
             f"file that this rank saved. To send values to other ranks, send full_tensor(), called "
             f"on all ranks."

@@ -22,7 +22,7 @@ def said(who: str, end: str, world_size: int) -> str:
 @pytest.mark.parametrize(("who", "end"), [("one", "last line"), ("another", "destroys")])
 def test_what_one_rank_saves_is_told_at_the_end(who: str, end: str) -> None:
     output = said(who, end, 2)
-    assert output.count("one rank has pickled its piece of") == 1, output
+    assert output.count("one rank has pickled its shard of") == 1, output
     assert "save_full(path, model) on all ranks" in output
 
 

@@ -100,7 +100,7 @@ def test_the_wrong_file_or_number_of_ranks_is_said(
     errors = spawn_errors(load_of_rank, 2, str(tmp_path), 0)
     assert errors[0] is None
     assert errors[1].type_name == "ShardedTensorError"
-    assert "piece 0" in errors[1].message
+    assert "shard 0" in errors[1].message
     for error in spawn_errors(load_of_rank, 3, str(tmp_path), 0):
         assert error.type_name == "MeshError"
         assert "2 processes" in error.message

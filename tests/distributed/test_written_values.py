@@ -722,7 +722,7 @@ def test_optimizers_may_end_at_another_time_on_each_rank(spawn: Spawn) -> None:
 def test_pieces_that_one_rank_saves_are_told(spawn: Spawn) -> None:
     for said in spawn(act_alone, 2, "saves", (2,)):
         [text] = said
-        assert "position 0 of the process group has pickled its piece" in text
+        assert "position 0 of the process group has pickled its shard" in text
         assert "save_full" in text
 
 

@@ -346,7 +346,7 @@ def test_what_is_not_elementwise_is_refused(name: str) -> None:
         with pytest.raises(OptimizerError, match="not one number for each"):
             optimizer.step()
         return
-    with pytest.raises(OptimizerError, match=f"{name} cannot run on pieces"):
+    with pytest.raises(OptimizerError, match=f"{name} cannot run on shards"):
         LocalOptimizer(params, getattr(optim, name), lr=1e-3, **options)
 
 

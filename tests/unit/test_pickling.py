@@ -268,7 +268,7 @@ def test_the_piece_of_another_rank_is_refused() -> None:
     gc.collect()
     other, _ = recording_mesh((2,), rank=0)
     with pytest.raises(
-        ShardedTensorError, match=r"piece 1 of .*'tokens.weight'.*position 0.*send fu"
+        ShardedTensorError, match=r"shard 1 of .*'tokens.weight'.*position 0.*send fu"
     ):
         torch.load(file, weights_only=True)
     assert other.rank == 0

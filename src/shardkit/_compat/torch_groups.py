@@ -132,7 +132,7 @@ def refuse_sharded_in_lists(sharded: type) -> None:
             if issubclass(type(each), sharded):
                 msg = (
                     f"{name} of a collective has a sharded tensor of shape {tuple(each.shape)}, of "
-                    f"which this rank has a piece only. Pass plain tensors: to_local().clone(), or "
+                    f"which this rank has a shard only. Pass plain tensors: to_local().clone(), or "
                     f"full_tensor(), called on all ranks."
                 )
                 raise ShardedTensorError(msg)

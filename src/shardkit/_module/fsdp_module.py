@@ -194,7 +194,7 @@ class FSDPModule(_Base):
         """Refuse: two modules would gather and free the parameters that a shallow copy shares."""
         msg = (
             f"copy.copy of a sharded {own_class(self).__name__} would share its parameters with "
-            f"it. Use copy.deepcopy, which copies this rank's pieces."
+            f"it. Use copy.deepcopy, which copies this rank's shards."
         )
         raise StateError(msg)
 

@@ -237,7 +237,7 @@ def summon_full_params(
     if rank0_only and writeback:
         msg = (
             "summon_full_params: rank0_only=True with writeback=True would keep what rank 0 wrote "
-            "of its own piece only. Pass writeback=False, or rank0_only=False."
+            "of its own shard only. Pass writeback=False, or rank0_only=False."
         )
         raise StateError(msg)
     options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)

@@ -322,7 +322,7 @@ def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
                 options += ", bf16_stochastic_round=True"
             msg = (
                 f"torchao's {kind} cannot step sharded {param.spec.name!r} itself: it compiles its "
-                f"update into a graph of plain tensors. Have it step this rank's pieces: "
+                f"update into a graph of plain tensors. Have it step this rank's shards: "
                 f"shardkit.optim.LocalOptimizer(model.parameters(), {kind}, {options})."
             )
             raise OptimizerError(msg)

@@ -270,9 +270,9 @@ def broadcast_state_dict(
     if sharded and exchange(has_pieces, None, "what rank 0 sends")[0]:
         msg = (
             "broadcast_from_rank0: the state dict of rank 0 has sharded tensors, of which it has a "
-            "piece. Pass whole tensors there, such as those of get_model_state_dict(model, "
+            "shard. Pass whole tensors there, such as those of get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True)), or leave out broadcast_from_rank0 "
-            "and full_state_dict: then each rank loads its pieces."
+            "and full_state_dict: then each rank loads its shards."
         )
         raise CheckpointError(msg)
     original(full_state_dict, local_state_dict, *args, **kwargs)

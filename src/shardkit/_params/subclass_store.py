@@ -116,7 +116,7 @@ def refuse_hooks_of_piece(param: nn.Parameter) -> None:
     hooks = [name for name in _HOOKS if name in param.local_piece.__dict__]
     if hooks:
         msg = (
-            f"the piece of sharded {param.spec.name!r} has {hooks[0]}, which no gather calls: "
+            f"the shard of sharded {param.spec.name!r} has {hooks[0]}, which no gather calls: "
             f"fully_shard asks the class of the parameter. Give the parameter a tensor subclass "
             f"that has fsdp_pre_all_gather and fsdp_post_all_gather before fully_shard, or set a "
             f"gather of your own by set_custom_all_gather."

@@ -186,7 +186,7 @@ def first_difference(of_ranks: Sequence[TakenActions]) -> str | None:
                 return (
                     f"optimizers differ between ranks: since ranks last compared its settings, "
                     f"{kind} took {counted(counts[0], 'steps')} on position 0 of the process "
-                    f"group, and {counts[1]} on position {rank}. Each rank updates its own pieces: "
+                    f"group, and {counts[1]} on position {rank}. Each rank updates its own shards: "
                     f"take as many micro-batches, and call step() as often, on every rank."
                 )
             for (name, a, _), (_, b, _) in zip(here.settings, there.settings, strict=False):
@@ -194,7 +194,7 @@ def first_difference(of_ranks: Sequence[TakenActions]) -> str | None:
                     return (
                         f"optimizers differ between ranks: {kind} updates {name!r} and those "
                         f"beside it with {a} on position 0 of the process group, and with {b} on "
-                        f"position {rank}. Each rank updates its own pieces: choose the same "
+                        f"position {rank}. Each rank updates its own shards: choose the same "
                         f"settings on every rank, also where a scheduler chooses them by a loss "
                         f"(average it over the ranks first)."
                     )
@@ -219,8 +219,8 @@ def pickled_on_some(of_ranks: Sequence[str]) -> str | None:
 
 def _pickled(name: str) -> str:
     return (
-        f"pickled its piece of {name!r} (torch.save of a state dict), and others have not. The "
-        f"file holds the pieces of one rank only, so the model cannot be loaded from it. Call "
+        f"pickled its shard of {name!r} (torch.save of a state dict), and others have not. The "
+        f"file holds the shards of one rank only, so the model cannot be loaded from it. Call "
         f"shardkit.checkpoint.save_full(path, model) on all ranks, which writes one file of whole "
         f"tensors, or shardkit.checkpoint.save."
     )
@@ -539,7 +539,7 @@ def _first_value_difference(
 _PATCHWORK = (
     "so the whole would be patched together from both. Set the same seed on every rank before the "
     "model is built or initialized (torch.manual_seed(0)), and load the same weights on every "
-    "rank: load_state_dict() fills the pieces of those ranks that call it. If that is what you "
+    "rank: load_state_dict() fills the shards of those ranks that call it. If that is what you "
     "want: shardkit.set_watch(compare_values=False)."
 )
 
@@ -846,7 +846,7 @@ class _UsedOnMesh:
             msg = (
                 f"{bucket.entries[0].name!r} and those beside it were updated on some ranks, and "
                 f"not on others, since the last forward without gradients. Each rank updates its "
-                f"own pieces: do it on every rank. An average of weights (EMA) that is updated on "
+                f"own shards: do it on every rank. An average of weights (EMA) that is updated on "
                 f"rank 0 only is a patchwork."
             )
             warn_user(msg, is_first_rank=self._groups[0].mesh.is_first_rank)

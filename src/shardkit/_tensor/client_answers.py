@@ -146,7 +146,7 @@ class MeshAndPlacements:
             raise AttributeError(name)
         msg = (
             f"_spec of sharded {self._name!r} has no {name}: a DTensorSpec says which rows a rank "
-            f"has, and this piece is a range of elements. Use to_local(), full_tensor(), "
+            f"has, and this shard is a range of elements. Use to_local(), full_tensor(), "
             f"device_mesh and placements."
         )
         raise AttributeError(msg)
@@ -185,7 +185,7 @@ class ClientAnswers(ClaimsClass, HostValues):
         wanted = tuple(self.local_piece.shape)
         if tuple(piece.shape) != wanted:
             msg = (
-                f"_local_tensor of sharded {self.spec.name!r} must be this rank's piece, of shape "
+                f"_local_tensor of sharded {self.spec.name!r} must be this rank's shard, of shape "
                 f"{wanted}, got {tuple(piece.shape)}. Whole tensors are written by copy_."
             )
             raise ShardedTensorError(msg)

@@ -112,7 +112,7 @@ def get_tensor_shard(
             # From other devices DCP copies to the host anyway.
             return torch.utils.dlpack.from_dlpack(view) if view.is_cpu else view
     msg = (
-        f"{index.fqn!r} is asked for at offsets {wanted}, but this rank's piece of sharded "
+        f"{index.fqn!r} is asked for at offsets {wanted}, but this rank's shard of sharded "
         f"{name!r}, shape {tuple(shape)}, has boxes at {[box.offsets for box in boxes]} only. Plan "
         f"and carry out a save or load with the same state dict, sharded in the same way."
     )

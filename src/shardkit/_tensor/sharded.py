@@ -428,7 +428,7 @@ class ShardedTensor(ClientAnswers):
         if grad_placements is not None and tuple(grad_placements) != self.placements:
             msg = (
                 f"to_local of sharded {self.spec.name!r} cannot take grad_placements="
-                f"{tuple(grad_placements)}: the gradient of a piece is a piece, so only the "
+                f"{tuple(grad_placements)}: the gradient of a shard is a shard, so only the "
                 f"tensor's own placements are possible. full_tensor takes others."
             )
             raise ShardedTensorError(msg)
@@ -670,7 +670,7 @@ class _GradientCut(OwnHook):
         if grad.layout is not torch.strided:  # Autograd lets no hook make it dense.
             msg = (
                 f"sharded {spec.name!r} got a sparse gradient ({grad.layout}), of which ranks "
-                f"cannot keep pieces: expected a dense one. Look it up with sparse=False."
+                f"cannot keep shards: expected a dense one. Look it up with sparse=False."
             )
             raise ShardedTensorError(msg)
         if hasattr(grad, "full_tensor"):  # Also a DTensor, as of a loss of tensor parallelism.

@@ -35,7 +35,7 @@ class Axis(SumAxis, Protocol):
 
 
 _NO_ROWS = (
-    "{} asked of FlatShard, which cuts no dim: a rank's piece is a range of the flattened tensor, "
+    "{} asked of FlatShard, which cuts no dim: a rank's shard is a range of the flattened tensor, "
     "not rows. Use full_tensor(), or redistribute(placements=[Replicate()]), on all ranks."
 )
 
@@ -454,7 +454,7 @@ class PaddedSpec(ShardSpec):
         ShardSpec.check_saved(self)
         if self.mesh.size() > 1:
             msg = (
-                f"sharded {self.name!r} is a piece of one of {self.mesh.size()} replicas "
+                f"sharded {self.name!r} is a shard of one of {self.mesh.size()} replicas "
                 f"(torch_xla.launch), which cannot be pickled or written to a checkpoint. Call "
                 f"full_tensor() on all replicas and save that on one, or train in SPMD mode "
                 f"(without torch_xla.launch), where shardkit.checkpoint.save works."

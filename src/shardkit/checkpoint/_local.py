@@ -265,7 +265,7 @@ def _mesh_of_ranks(state: dict[str, Any], what: str, *, allow_meta: bool = False
     mesh = mesh_of(state, what, allow_meta=allow_meta)
     if mesh.backend.is_traced:
         msg = (
-            f"there are no local files of meshes of {mesh.device_type!r} devices, where pieces are "
+            f"there are no local files of meshes of {mesh.device_type!r} devices, where shards are "
             f"padded and one process may have those of all ranks. Use shardkit.checkpoint.save and "
             f"load, or save_full and load_full."
         )
@@ -577,7 +577,7 @@ class RankFiles(Source):
         begins = [*(piece.start for piece in pieces), info.numel]
         if begins != ends:
             files = f"{self.files[0]} and others"
-            msg = f"the pieces of {join_keys(path[1:])!r} in {files} do not make a whole."
+            msg = f"the shards of {join_keys(path[1:])!r} in {files} do not make a whole."
             raise CheckpointError(msg)
         self.infos[key], self.paths[key], self._pieces[key] = info, path, pieces
         self._chunks[key] = [

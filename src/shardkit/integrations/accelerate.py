@@ -364,7 +364,7 @@ def _options_of(optimizer: Any) -> dict[str, Any]:
         options |= differing
     msg = (
         f"{kind.__name__} inherits from an optimizer of torchao, and cannot be made again for this "
-        f"rank's pieces: {reason}. Have its constructor take all settings by the names of its "
+        f"rank's shards: {reason}. Have its constructor take all settings by the names of its "
         f"attributes, or pass prepare(...) a "
         f"shardkit.optim.LocalOptimizer(params, {kind.__name__}, ...)."
     )

@@ -85,7 +85,7 @@ def _shard_tied(used: Installed, mixin: Any) -> None:
             if getattr(model, "is_quantized", False) and not _is_dequantized(model.config):
                 msg = (
                     f"from_pretrained(distributed_config=...) loads a quantized "
-                    f"{type(model).__name__}, and quantized weights are not read in pieces. Load "
+                    f"{type(model).__name__}, and quantized weights are not read in parts. Load "
                     f"it without distributed_config, then call shardkit.fully_shard."
                 )
                 raise IntegrationError(msg)

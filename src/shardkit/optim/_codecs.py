@@ -108,7 +108,7 @@ class Codec:
             if _is_elementwise(value) and value.shape != like.shape:
                 msg = (
                     f"{self._name} keeps {name!r} of shape {tuple(value.shape)} for {like.numel()} "
-                    f"elements: not one number for each. It cannot run on pieces of parameters. "
+                    f"elements: not one number for each. It cannot run on shards of parameters. "
                     f"Give the optimizer the sharded parameters themselves."
                 )
                 raise OptimizerError(msg)

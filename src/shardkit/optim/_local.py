@@ -231,7 +231,7 @@ def _check(param: Any) -> None:
     spec = param.spec
     if spec.is_traced:
         msg = (
-            f"{spec.name!r} is on an XLA device, where operators are traced and pieces have no "
+            f"{spec.name!r} is on an XLA device, where operators are traced and shards have no "
             f"address. Give the optimizer's class the parameters themselves, without "
             f"LocalOptimizer: there its operators are traced all the same."
         )

@@ -470,7 +470,7 @@ def make_owner_groups(
             msg = (
                 f"MatrixOptimizer does not run on XLA devices, where {param.spec.name!r} is: the "
                 f"compiler has no exchange of parts of different sizes. Use an optimizer that "
-                f"works on pieces (torch.optim.AdamW), or train on another device."
+                f"works on shards (torch.optim.AdamW), or train on another device."
             )
             raise OptimizerError(msg)
         by_ranks.setdefault(tuple(sorted(param.spec.mesh.ranks)), []).append(param)

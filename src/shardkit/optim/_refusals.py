@@ -99,7 +99,7 @@ def check_options(optimizer: Optimizer) -> None:
 def _refuse(name: str, reason: str, *, on_wholes: bool) -> None:
     if on_wholes and reason not in _ALSO_WHOLES:
         return
-    where = "where each rank has some parameters" if on_wholes else "on pieces of parameters"
+    where = "where each rank has some parameters" if on_wholes else "on shards of parameters"
     remedy = _DIRECTLY if reason in _ALSO_WHOLES else _BY_OWNERS
     msg = f"{name} cannot run {where}: {reason}. {remedy}"
     raise OptimizerError(msg)

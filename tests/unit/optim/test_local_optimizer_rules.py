@@ -61,9 +61,9 @@ def test_classes_of_torch_that_are_not_elementwise(name: str, reason: str) -> No
              "AdaTAM", "AdamS", "NvNovoGrad", "AdafactorBigVision"]
 )  # fmt: skip
 def test_other_classes_by_name(name: str) -> None:
-    with pytest.raises(OptimizerError, match=f"{name} cannot run on pieces"):
+    with pytest.raises(OptimizerError, match=f"{name} cannot run on shards"):
         LocalOptimizer([nn.Parameter(torch.ones(4))], a_class(name))
-    with pytest.raises(OptimizerError, match="Mine cannot run on pieces"):
+    with pytest.raises(OptimizerError, match="Mine cannot run on shards"):
         LocalOptimizer([nn.Parameter(torch.ones(4))], type("Mine", (a_class(name),), {}))
 
 

@@ -347,7 +347,7 @@ def test_from_local_refuses_what_is_no_piece() -> None:
     cut = weight.device_mesh, weight.placements
     with shardkit.install():
         for other in (torch.ones(5, 6), weight):
-            match = r"sharded 'first.weight', whose piece here is \(30,\), for a .* like to_local"
+            match = r"sharded 'first.weight', whose shard here is \(30,\), for a .* like to_local"
             with pytest.raises(ShardedTensorError, match=match):
                 DTensor.from_local(other, *cut)
         with pytest.raises(ShardedTensorError, match="which are no tensor's own"):

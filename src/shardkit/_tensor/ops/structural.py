@@ -124,7 +124,7 @@ def refuse_resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             "copy_()."
         )
         raise refuse(func, target, why)
-    why = "a plain tensor would share the memory of a piece. Use full_tensor(), or to_local()."
+    why = "a plain tensor would share the memory of a shard. Use full_tensor(), or to_local()."
     raise refuse(func, first_sharded(args), why)
 
 

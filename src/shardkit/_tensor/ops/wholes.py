@@ -134,7 +134,7 @@ def check_in_place(func: Any, target: Tensor, *others: Any) -> None:
         for other in iter_tensors(others, depth=0):
             if type(other) is not ShardedTensor and other.requires_grad:
                 why = (
-                    "a plain tensor that requires a gradient is written into it. Ranks keep pieces "
+                    "a plain tensor that requires a gradient is written into it. Ranks keep shards "
                     "of it, so none has the whole gradient. Use the operator that returns a new "
                     "tensor, or write under torch.no_grad()."
                 )
@@ -150,7 +150,7 @@ def check_in_place(func: Any, target: Tensor, *others: Any) -> None:
             if not isinstance(other, HostValues) and other.ndim > 0:
                 why = (
                     "an autograd.Function writes a plain tensor into it, which may be another one "
-                    "on each rank, and ranks keep pieces of it. Make what is written by "
+                    "on each rank, and ranks keep shards of it. Make what is written by "
                     "zeros_like() of the parameter, or pass its full_tensor() to apply()."
                 )
                 raise refuse(func, _base(target), why)
@@ -294,7 +294,7 @@ def _gather(func: Any, tensor: ShardedTensor) -> Tensor:
     if torch_tensors.is_send(func):
         why = (
             "the sender alone would gather it, and gathering takes all ranks. Send this rank's "
-            "piece, to_local(), or full_tensor(), called on all ranks."
+            "shard, to_local(), or full_tensor(), called on all ranks."
         )
         raise refuse(func, tensor, why)
     tensor.cut_gradient(is_gathered=True)
@@ -374,7 +374,7 @@ def _check_writes(func: Any, written: Sequence[Tensor], args: Any, kwargs: Any) 
     """Refuse writes into sharded tensors that gradients do not follow, or of a collective."""
     if written and torch_tensors.is_collective(func):
         why = (
-            "a collective writes tensors in place, and this rank has a piece of it. Gradients are "
+            "a collective writes tensors in place, and this rank has a shard of it. Gradients are "
             "averaged over the ranks already. Otherwise call the collective on "
             "to_local().clone(), or on full_tensor(), and take the result over by copy_()."
         )

@@ -34,9 +34,9 @@ _SAME_ORDER = (
     "choose among (experts) in one group, of which each rank runs at least one."
 )
 _ALL_WRITE = (
-    "Parameters were written to on some ranks, and not on others. Each rank writes its own pieces: "
+    "Parameters were written to on some ranks, and not on others. Each rank writes its own shards: "
     "load, reset and update on all ranks, an average of weights (EMA) as well. Code that leaves "
-    "out empty pieces has to call reshard() on the model afterwards."
+    "out empty shards has to call reshard() on the model afterwards."
 )
 _ALL_CALL = (
     "What communicates must be called on all ranks: forward (of a list of modules that is one "

@@ -108,7 +108,7 @@ class StateInMemory(Source):
                 msg = (
                     f"{name!r} in the state dict is {kind}; expected whole, plain tensors. Pass a "
                     f"full state dict (full_state_dict=True of get_model_state_dict or "
-                    f"get_optimizer_state_dict). A state dict of pieces is set without "
+                    f"get_optimizer_state_dict). A state dict of shards is set without "
                     f"broadcast_from_rank0."
                 )
                 raise CheckpointError(msg)
