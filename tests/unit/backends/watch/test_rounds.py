@@ -145,14 +145,14 @@ def test_who_asks_while_a_round_runs_waits_for_it(
     store: RunStore, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """The ranks that answer the round wait for its result, and would seem silent."""
-    monkeypatch.setattr(watch_settings, "answer_s", 0.1)
+    monkeypatch.setattr(watch_settings, "answer_s", 1.0)
     with answering(store, waiting(0), RankStatus(1)):
         store.claim("asks/1", "0")
         store.set("rounds", "1")
         store.set_all({"wake/0/1": "", "wake/1/1": ""})
         assert store.await_keys(["answer/1/0", "answer/1/1"], 10)
         found = to_text(Result(Diagnosis(is_final=False, text="of the first")))
-        threading.Timer(0.5, store.clone().set, ["result/1", found]).start()
+        threading.Timer(1.5, store.clone().set, ["result/1", found]).start()
         asker = Rounds(store.clone(), 2, rank)
         diagnosis = asker.ask()
     assert diagnosis is not None
