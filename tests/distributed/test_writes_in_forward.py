@@ -168,6 +168,43 @@ def test_an_error_names_what_ranks_wrote_differently(spawn_errors: Spawn, world_
         assert "register_buffer" in error.message
 
 
+class Normalized(nn.Module):
+    """Takes its scale from the first batch, through `data`, as flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.is_known = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.is_known:
+            self.scale.data.copy_(torch.full((4,), 0.5))
+            self.is_known = True
+        return x * self.scale
+
+
+def write_through_data(number_of_modules: int) -> None:
+    torch.manual_seed(0)
+    model = Model(nn.Sequential(*[Normalized()] * number_of_modules))
+    fully_shard(model.middle)
+    fully_shard(model)
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(6, 3))
+    model.train()
+    model(torch.ones(6, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("number_of_modules", [1, 2])
+def test_an_error_names_what_was_written_through_data(
+    spawn_errors: Spawn, number_of_modules: int
+) -> None:
+    for error in spawn_errors(write_through_data, 2, number_of_modules):
+        assert error.type_name == "StateError"
+        assert "'middle.0.scale'" in error.message
+        assert "torch.no_grad()" in error.message
+
+
 def written_by_hand() -> float:
     model = fully_shard(nn.Linear(4, 4))
     model.unshard()

@@ -75,3 +75,32 @@ class Lit(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Adversarial(lightning.LightningModule):
+    """A generator and a critic, trained by hand; the generator's last forward has no backward."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = make_net(seed), make_net(seed + 1)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        x = batch[0]
+        of_generator, of_critic = self.optimizers()
+        noise = x.flip(0)
+        loss = self.critic(nn.functional.pad(self.generator(noise), (0, 2))).sum()
+        self.manual_backward(loss)
+        of_generator.step()
+        of_generator.zero_grad()
+        of_critic.zero_grad()
+        made = nn.functional.pad(self.generator(noise).detach(), (0, 2))
+        gap = self.critic(x).mean() - self.critic(made).mean()
+        self.manual_backward(gap.square())
+        of_critic.step()
+        of_critic.zero_grad()
+        self.losses += [float(loss.detach()), float(gap.detach())]
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(part.parameters(), lr=1e-3) for part in self.children()]

@@ -130,6 +130,34 @@ def test_training_goes_on_from_a_checkpoint(
     assert (tmp_path / "half.ckpt").is_dir() == distributed
 
 
+def go_on_by_hand(folder: str, distributed: bool) -> None:
+    from lightning_modules import Adversarial
+
+    from shardkit.integrations.lightning import ShardkitStrategy
+
+    def strategy() -> typing.Any:
+        return ShardkitStrategy(save_distributed_checkpoint=distributed)
+
+    set_launchers_variables()
+    options: dict[str, typing.Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    plain, half, rest = Adversarial(), Adversarial(), Adversarial(seed=2)
+    fit(folder, "ddp_find_unused_parameters_true", plain, **options)
+    trainer = fit(folder, strategy(), half, max_epochs=1, **options)
+    shown = [p for p in half.parameters() if not isinstance(p, shardkit.ShardedTensor)]
+    assert shown  # The generator still waits for a backward.
+    trainer.save_checkpoint(f"{folder}/half.ckpt")
+    fit(folder, strategy(), rest, ckpt_path=f"{folder}/half.ckpt", **options)
+    rest.losses = half.losses + rest.losses
+    assert_alike(rest, plain)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_two_networks_go_on_from_a_checkpoint(
+    spawn: Spawn, tmp_path: pathlib.Path, *, distributed: bool
+) -> None:
+    spawn(go_on_by_hand, 2, str(tmp_path), distributed, timeout_s=TIMEOUT_S)
+
+
 def read_whole_file(folder: str) -> None:
     """Write one file from a sharded module, and go on from it under DDP."""
     from lightning_modules import Lit

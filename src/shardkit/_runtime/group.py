@@ -21,6 +21,7 @@ from shardkit._params.state_dicts import install_hooks
 from shardkit._runtime.events import ForwardRecord, GradHooks
 from shardkit._settings import GroupSettings, MixedPrecisionPolicy, OffloadPolicy, watch_settings
 from shardkit._tensor.sharded import user_attributes
+from shardkit._tensor.written_values import fingerprint
 from shardkit._text import listed
 
 if TYPE_CHECKING:
@@ -93,11 +94,16 @@ class ParamGroup:
         is_fed: Whether a forward of the root had inputs that require gradients, as in a later stage
             of a pipeline. It is only set if the mesh is a part of the world.
         summoned: Whether modules hold whole parameters for the user (`_module.full_params`).
+        was_sampled: Whether `sample` was called, as it is in the first forward with gradients.
+        samples: Samples of unsharded values, until that forward ends.
         settings: Settings that the user chose.
     """
 
     is_fed = False
     summoned: Any = None
+    was_sampled = False
+    samples: Sequence[tuple[Store, int, Tensor]] = ()
+    _sampled_versions: Sequence[int] = ()
 
     def __init__(
         self,
@@ -366,6 +372,32 @@ class ParamGroup:
             if bucket.store.has_moved():
                 return True
         return False
+
+    def sample(self) -> None:
+        """Look at the unsharded values, which have memory, for `written_unseen`."""
+        self.was_sampled = True
+        self._sampled_versions = self.shard_versions
+        self.samples = [
+            (store, index, fingerprint(store.unsharded_values(index)))
+            for store in self.gathered
+            if store.keeps_writes and store.plan.device.type != "meta"  # A plan has no values.
+            for index in range(len(store.entries))
+        ]
+
+    def written_unseen(self) -> list[str]:
+        """Return the names of parameters written since `sample` without raising a counter.
+
+        Cost: the host waits for the device.
+        """
+        samples, self.samples = self.samples, ()
+        seen = self.written_places()
+        samples = [each for each in samples if each[:2] not in seen]
+        if not samples or self.shard_versions != self._sampled_versions:
+            return []  # An optimizer's step inside of the forward brought other values.
+        found = torch.stack([before for _, _, before in samples]).tolist()
+        now = [fingerprint(store.unsharded_values(index)) for store, index, _ in samples]
+        pairs = zip(samples, found, torch.stack(now).tolist(), strict=True)
+        return [store.entries[index].name for (store, index, _), old, new in pairs if old != new]
 
     def note_views(self, outputs: Sequence[Tensor]) -> None:
         """Know views of unsharded parameters among what a forward returns."""

@@ -31,7 +31,13 @@ from shardkit._runtime.backward import Backward, note_freed_memory
 from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.group import ParamGroup, refuse_summoned
 from shardkit._runtime.passes import Passes, TracedPasses
-from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
+from shardkit._runtime.traffic import (
+    Gathers,
+    Reductions,
+    keep_own_writes,
+    keep_writes,
+    refuse_unseen_writes,
+)
 from shardkit._schedule import Memory, UnshardSchedule
 from shardkit._text import listed
 from shardkit._tree import iter_tensors
@@ -489,6 +495,8 @@ class Runtime:
             _events.observer.begin("compute", group.name, group=group.number)
         if not torch.is_grad_enabled():
             return None
+        if not group.was_sampled and not torch_tensors.in_function_transform():
+            group.sample()
         record = ForwardRecord(group, self.schedule.current_pass, group.shard_versions)
         group.forwards.add(weakref.ref(record, group.forwards.discard))
         if group.is_trainable:
@@ -564,6 +572,8 @@ class Runtime:
         If a group has several modules, this reads all their parameters once, not after each module.
         """
         group.check_trainability()
+        if group.samples and self.schedule.has_memory(group.index):
+            refuse_unseen_writes(group)
         if group.was_written:
             keep_writes(group, self.streams)
 
@@ -599,6 +609,7 @@ class Runtime:
         elif group is not None:
             if record is not None and record.is_first:
                 self.reductions.order.withdraw(group.index)
+            group.was_sampled, group.samples = False, ()
             keep_own_writes(group, self.streams)
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
             if not self.schedule.in_forward(group.index):

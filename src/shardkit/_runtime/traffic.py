@@ -101,6 +101,23 @@ def keep_own_writes(group: ParamGroup, streams: CommStreams) -> None:
     streams.follow_compute()
 
 
+def refuse_unseen_writes(group: ParamGroup) -> None:
+    """Refuse what the first forward wrote without raising a counter, since it would be lost.
+
+    Raises:
+        StateError: It wrote through ``param.data``.
+    """
+    names = group.written_unseen()
+    if names:
+        msg = (
+            f"the forward of {group.name!r} wrote to its parameter {names[0]!r} in place through "
+            f".data, which raises no version counter, so shardkit cannot keep such writes. Write "
+            f"to the parameter itself under torch.no_grad(): weight.copy_(value). If only the "
+            f"first forward writes, you can also run it once before fully_shard."
+        )
+        raise StateError(msg)
+
+
 def _check_can_keep(group: ParamGroup, store: Store, index: int) -> None:
     name = store.entries[index].name
     if not store.keeps_writes:

@@ -267,6 +267,18 @@ class ShardkitStrategy(_Sharding, TrainerModelParallel):
             found += [child] if has_forward else self._modules_to_shard(child)
         return found
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer; called by the `Trainer` when it saves a checkpoint.
+
+        Torch looks for the optimizer's parameters in the `LightningModule`. There a root that still
+        waits for a backward, such as the generator of a GAN, would show unsharded ones.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Accumulate without communication; called by the `Trainer` between optimizer steps."""
         return _no_sync(self.model)
