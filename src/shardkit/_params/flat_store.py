@@ -731,7 +731,8 @@ class FlatStore(Store):
     def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Give the memory back; its readers are done at `fence`."""
         assert self._buffer is not None
-        self._buffer.release(pool, fence, by_compute=True, keep=self.keeps_memory)
+        if self._buffer.slot is not None:  # Else an error came while it was to get memory.
+            self._buffer.release(pool, fence, by_compute=True, keep=self.keeps_memory)
         self._refuse_use()
 
     def settle_memory(self) -> None:

@@ -122,8 +122,7 @@ class Buffer:
 
         With `keep` it stays behind the storage until the next use, at its address.
         """
-        if self.slot is None:
-            return  # An error came while it was to get memory.
+        assert self.slot is not None
         if _events.observer is not None:
             self._tell("return")
         if keep:
