@@ -22,7 +22,7 @@ from shardkit.backends.base import AxisComm, CommStreams, Handle, first_of_all
 from shardkit.backends.watch.diagnosis import WRITTEN_SINCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from shardkit._params.flat_store import Store
@@ -368,16 +368,31 @@ class Gathers:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         self._follow_late_writes(groups)  # order: gathers wait for writes inside of a forward
         # Allocate all memory of a group first: after an error on one axis no store may lack it.
-        fences = [
-            [store.acquire(self._slots) for _, stores in together for store in stores]
-            for together in by_axis.values()
+        every = [
+            (axis, store)
+            for axis, together in by_axis.items()
+            for _, stores in together
+            for store in stores
         ]
-        for (axis, together), ready in zip(by_axis.items(), fences, strict=True):
-            self._start(together, axis, ready)
+        fences: dict[AxisComm, list[Event | None]] = {axis: [] for axis in by_axis}
+        try:
+            for axis, store in every:
+                fences[axis].append(store.acquire(self._slots))
+        except BaseException:
+            self._wait_for_users(fences.values())
+            raise
+        for axis, together in by_axis.items():
+            self._start(together, axis, fences[axis])
         if self._refreshed:
             self._refreshed.difference_update(group.index for group in groups)
         if self.report is not None:
             self.report("gather", groups)
+
+    def _wait_for_users(self, fences: Iterable[Sequence[Event | None]]) -> None:
+        """Let compute wait for the last users of memory that goes back without a gather."""
+        for of_axis in fences:
+            for fence in of_axis:
+                self._streams.wait_fence(fence)
 
     def _start(
         self,
