@@ -57,6 +57,33 @@ def environment_of(rank: int, world_size: int, port: int, **more: str) -> dict[s
     }
 
 
+def run_by_torchrun(
+    source: str, folder: pathlib.Path, *options: str, limit_s: float = 120, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on two ranks that torchrun starts; check that it ends well.
+
+    Args:
+        source: Its text.
+        folder: Where it is written.
+        options: Further options of torchrun.
+        limit_s: For all of it.
+        more: What is in the environment.
+    """
+    script = folder / "train.py"
+    script.write_text(source)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [sys.executable, *launcher, *options, str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **more},
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def start_ranks(
     program: Sequence[str],
     world_size: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import typing
 
 import pytest
 
+from launching import run_by_torchrun
 from shardkit._processes import allow_open_files
 
 if typing.TYPE_CHECKING:
@@ -43,18 +43,7 @@ dist.destroy_process_group()
 
 
 def test_the_store_does_not_end_for_want_of_files(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_by_torchrun(SCRIPT, tmp_path, limit_s=90)
     for rank in range(2):
         assert f"rank {rank} is done" in done.stdout, done.stdout + done.stderr
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import typing
 
 import pytest
+
+from launching import run_by_torchrun
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
@@ -35,17 +34,6 @@ print(f"rank {mesh.get_rank()} is done at attempt {attempt}")
 
 
 def test_ranks_that_die_are_started_again(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [sys.executable, *launcher, "--max-restarts", "1", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_by_torchrun(SCRIPT, tmp_path, "--max-restarts", "1")
     for rank in range(2):
         assert f"rank {rank} is done at attempt 1" in done.stdout, done.stdout + done.stderr

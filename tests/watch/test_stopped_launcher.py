@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import typing
 
 import pytest
 
-from launching import ASK_SOON
+from launching import ASK_SOON, run_by_torchrun
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
@@ -38,18 +35,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_ranks_go_on_while_their_launcher_is_stopped(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "SHARDKIT_SILENT_AFTER_S": "5", **ASK_SOON},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_by_torchrun(SCRIPT, tmp_path, SHARDKIT_SILENT_AFTER_S="5", **ASK_SOON)
     for rank in range(2):
         assert f"rank {rank} is done" in done.stdout, done.stdout + done.stderr
     assert "rank 0, or the launcher, which holds it, may be stopped, or very busy" in done.stderr

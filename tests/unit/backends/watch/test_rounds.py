@@ -43,6 +43,14 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CONFIRM_S", 0.05)
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Give the seconds that rounds believe it is; tests change them."""
+    seconds = [100.0]
+    monkeypatch.setattr(module, "_now", lambda: seconds[0])
+    return seconds
+
+
 def file_store(folder: pathlib.Path) -> typing.Any:
     return dist.FileStore(str(folder / "store"), 9)
 
@@ -276,13 +284,11 @@ def test_others_of_a_machine_look_at_who_is_silent_there(
 
 
 def test_silence_counts_within_one_wait_without_gaps(
-    store: RunStore, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, now: list[float]
 ) -> None:
     monkeypatch.setattr(watch_settings, "answer_s", 0.02)
     monkeypatch.setattr(watch_settings, "silent_after_s", 1000.0)
     store.set("hello/1", json.dumps(["host", 1, "", "elsewhere", NOWHERE]))
-    now = [100.0]
-    monkeypatch.setattr(module, "_now", lambda: now[0])
     asker = Rounds(store, 2, 0)
 
     def silence(*answers: RankStatus) -> float:
@@ -304,11 +310,9 @@ def test_silence_counts_within_one_wait_without_gaps(
 
 
 def test_who_has_just_made_its_first_mesh_has_not_been_silent_before(
-    store: RunStore, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, now: list[float]
 ) -> None:
     monkeypatch.setattr(watch_settings, "answer_s", 0.02)
-    now = [100.0]
-    monkeypatch.setattr(module, "_now", lambda: now[0])
     asker = Rounds(store, 1, 0)
     asker.ask()
     now[0] += 1000
@@ -319,12 +323,10 @@ def test_who_has_just_made_its_first_mesh_has_not_been_silent_before(
 
 
 def test_who_lives_on_another_host_is_not_lost_however_long_it_is_silent(
-    store: RunStore, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, now: list[float]
 ) -> None:
     """Its kernel accepts connections. When they fail, the silence counts from the last one."""
     monkeypatch.setattr(watch_settings, "answer_s", 0.02)
-    now = [100.0]
-    monkeypatch.setattr(module, "_now", lambda: now[0])
     listener = Listener(Address("127.0.0.1", 1))
     there = ["host", 1, "", "elsewhere", listener.address]
     store.set("hello/1", json.dumps(there))
