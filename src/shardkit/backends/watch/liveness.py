@@ -69,7 +69,7 @@ class Listener:
             _listening.add(bound)
 
     def clear(self) -> None:
-        """Close the connections of those who no longer need them, or need new ones."""
+        """Close all connections; who still needs one connects again."""
         if self._socket is None:
             return
         self._socket.setblocking(False)
