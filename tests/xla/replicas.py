@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
+import threading
 import typing
 
 import hlo
@@ -116,6 +120,31 @@ def asked_gradients() -> Differences:
     expected = {name: grad for name, grad in found[pair.plain].items() if grad is not None}
     assert wholes.keys() == expected.keys()
     return {name: reference.difference(wholes[name].cpu(), expected[name]) for name in wholes}
+
+
+def asked_gradients_of_a_slow_engine() -> Differences:
+    """Of a later run, in which this replica, if it is the first one, outruns its engine's thread.
+
+    The thread lets go of gradients after it has told this one that they are there. So another graph
+    would run here than on the other replica, which would wait for it.
+    """
+    asked_gradients()
+    if xr.global_ordinal() != 0:
+        return [asked_gradients() for _ in range(3)][-1]
+    threads = [threading.get_native_id()]
+    leaf = torch.ones(2, device=torch_xla.device(), requires_grad=True)
+    leaf.register_hook(lambda _: threads.append(threading.get_native_id()))
+    torch.autograd.grad(leaf.sum(), [leaf])
+    core = {min(os.sched_getaffinity(0))}
+    spin = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", spin]) as busy:
+        for thread in (*threads, busy.pid):
+            os.sched_setaffinity(thread, core)
+        os.setpriority(os.PRIO_PROCESS, threads[-1], 19)
+        try:
+            return [asked_gradients() for _ in range(3)][-1]
+        finally:
+            busy.kill()
 
 
 def masks() -> dict[str, object]:

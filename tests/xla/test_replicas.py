@@ -87,6 +87,12 @@ def test_gradients_are_asked_for(spawn_replicas: Spawn) -> None:
         assert max(differences.values()) <= 1e-6
 
 
+def test_gradients_that_are_asked_for_are_no_outputs_of_one_replica_s_graph() -> None:
+    with ReplicaPools() as pools:  # Of its own: a thread stays slow.
+        for differences in pools.spawn(replicas.asked_gradients_of_a_slow_engine, 2):
+            assert max(differences.values()) <= 1e-6
+
+
 def test_replicas_drop_other_elements_and_the_same_ones_again(spawn_replicas: Spawn) -> None:
     first, second = spawn_replicas(replicas.masks, 2)
     assert first["first"] == first["second"]

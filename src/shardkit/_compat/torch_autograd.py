@@ -75,6 +75,18 @@ A backward that is called inside of a backward is a run of its own.
 """
 
 
+def let_go_of_results(device: torch.device) -> None:
+    """Wait until the engine's thread for `device` no longer holds the results of its last run.
+
+    `autograd.grad` returns a moment before that. If a graph of XLA is cut in that moment, results
+    that the caller has dropped are outputs of the graph, on one rank only: ranks then run different
+    programs, whose collectives wait for each other. The thread begins a second run after it has let
+    go of the first, and a run that accumulates gradients holds no results.
+    """
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        torch.zeros((), device=device, requires_grad=True).clone().backward()
+
+
 def is_from_engine() -> bool:
     """Whether the operator that a dispatch mode runs was called by the engine, not by Python.
 
