@@ -285,7 +285,7 @@ def test_state_of_another_class_is_named_by_what_there_is(
     assert spawn(load_by_unknown, 2, path, False) == ["", ""]
 
 
-def load_without_optimizer(folder: str) -> list[str]:
+def load_logged(folder: str, **options: typing.Any) -> list[str]:
     """Load the model alone; return what is logged."""
     model, _ = make_sharded(CASES["mlp"], (2,))
     said: list[str] = []
@@ -295,7 +295,7 @@ def load_without_optimizer(folder: str) -> list[str]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        checkpoint.load(folder, model)
+        checkpoint.load(folder, model, **options)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
@@ -306,7 +306,24 @@ def load_without_optimizer(folder: str) -> list[str]:
 def test_state_that_is_left_out_is_said_by_one_rank(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     path = str(tmp_path / "x")
     spawn(save_by, 2, path, "AdamW")
-    (first, second) = spawn(load_without_optimizer, 2, path)
+    (first, second) = spawn(load_logged, 2, path)
     [said] = first
     assert "has the state of an optimizer, which is left out" in said
+    assert second == []
+
+
+def save_and_load_another(folder: str) -> list[str]:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    checkpoint.save(folder, model)
+    return load_logged(folder, strict=False)
+
+
+def test_what_strict_leaves_as_it_is_is_said_by_one_rank(
+    spawn: Spawn, tmp_path: pathlib.Path
+) -> None:
+    (first, second) = spawn(save_and_load_another, 2, str(tmp_path / "x"))
+    [said] = first
+    assert "is loaded without these entries, as strict=False allows" in said
+    assert "missing: model: '" in said
+    assert "unexpected: model: " in said
     assert second == []

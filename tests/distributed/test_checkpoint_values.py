@@ -87,6 +87,23 @@ def test_values_are_those_of_the_first_rank(spawn: Spawn, tmp_path: pathlib.Path
     assert spawn(values_of_ranks, 2, str(tmp_path / "x")) == [{"rank": 0}] * 2
 
 
+def statistics_of_ranks(folder: str) -> tuple[dict[str, float], ...]:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), mesh=make_mesh((2,)))
+    norm: typing.Any = model[1]
+    norm.running_mean.fill_(dist.get_rank())
+    norm.running_var.fill_(dist.get_rank())
+    saved = {name: float(buffer.sum()) for name, buffer in model.named_buffers()}
+    checkpoint.save(folder, model)
+    checkpoint.load(folder, model)
+    return saved, {name: float(buffer.sum()) for name, buffer in model.named_buffers()}
+
+
+def test_buffers_are_those_of_the_first_rank(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    """The mean and the variance of a batch normalization belong together."""
+    (of_first, _), *_ = found = spawn(statistics_of_ranks, 2, str(tmp_path / "x"))
+    assert [loaded for _, loaded in found] == [of_first] * 2
+
+
 def load_another(folder: str) -> str:
     model, _ = make_sharded(CASES["gpt"], (2,))
     for step in range(2):

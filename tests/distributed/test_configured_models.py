@@ -17,6 +17,7 @@ import shardkit
 from models import Batch, cross_entropy, token_batch
 from reference import full_grads, full_parameters
 from shardkit import (
+    CheckpointError,
     Config,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -471,6 +472,14 @@ def test_what_was_not_saved_is_an_error_on_all_ranks(
     for error in spawn_errors(load_nothing, 2, str(tmp_path)):
         assert error.type_name == "CheckpointError"
         assert "is not there: it is what Config.save writes" in error.message
+
+
+def test_a_folder_is_no_url(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = from_config(fsdp(1, state_dict_type="LOCAL_STATE_DICT"))
+    with pytest.raises(CheckpointError, match="is a URL"):
+        config.save("s3://bucket/run", nn.Linear(2, 2))
+    assert list(tmp_path.iterdir()) == []
 
 
 def save_beside_a_folder(folder: str) -> None:

@@ -88,8 +88,9 @@ def load(
         model: Module whose parameters and buffers are filled in place; those on the meta device get
             memory. Buffers there that no state dict has are computed by their modules if possible.
         optimizer: One optimizer or several; they need not have been stepped.
-        strict: Whether it is an error if entries are missing, or if no rank uses an entry. Entries
-            of another shape are always an error.
+        strict: Whether it is an error if entries are missing, or if no rank uses an entry;
+            otherwise the first rank logs a warning that lists them. Entries of another shape are
+            always an error.
         process_group: The ranks that load; default: all.
         progress: Argument of `save`, here for the bytes that are read.
         **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names under which they
@@ -135,7 +136,7 @@ def load(
             together(lambda: _look(target) if rank == 0 else None)  # Before any rank reads.
             planned = together(plan, lambda made: made.identity)
             everyone = of_all(planned.misfits, process_group)
-            raise_any(what, [_report(each.common(everyone), strict=strict) for each in everyone])
+            _check_fit(target, what, everyone, rank, strict=strict)
             if rank == 0 and planned.leaves_optimizers_out:
                 _logger.info(
                     "%s has the state of an optimizer, which is left out: load() got none. Pass "
@@ -160,6 +161,19 @@ _NOT_SHARED = (
     "the ranks do not find the same. Give all of them a path that they all see, or have the first "
     "rank send whole tensors by load_full(path, model, broadcast_from_rank0=True)"
 )
+
+
+def _check_fit(
+    target: Path, what: str, everyone: Sequence[Misfits], rank: int, *, strict: bool
+) -> None:
+    """Raise on all ranks if entries do not fit; the first rank logs those that are left out."""
+    found = [each.common(everyone) for each in everyone]
+    raise_any(what, [_report(each, strict=strict) for each in found])
+    head = f"{quote(target)} is loaded without these entries, as strict=False allows"
+    tail = "What is missing stays as it is; missing state of optimizers begins anew."
+    left = found[rank].report(head, tail, strict=True)
+    if rank == 0 and left is not None:
+        _logger.warning("%s", left)
 
 
 def _report(misfits: Misfits, *, strict: bool) -> str | None:

@@ -521,7 +521,8 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
     Each rank writes the state that it holds into one file of a directory that all ranks see. The
     directory is a standard checkpoint of ``torch.distributed.checkpoint`` (``dcp.load`` reads it,
     also for FSDP2) and has a manifest with checksums. At any moment, also after a crash, its name
-    leads to a complete checkpoint or to what was there before (nothing, if there was nothing).
+    leads to a complete checkpoint or to what was there before (nothing, if there was nothing). What
+    is not sharded, such as buffers, comes from the first rank.
 
     Args:
         path: The checkpoint's directory, such as ``checkpoints/step-1000``.

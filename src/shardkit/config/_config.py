@@ -603,7 +603,9 @@ class Config:
         Cost: see `save`, `save_full` with `gather_optimizer_state`, `local_state_dict`.
         """
         from shardkit import checkpoint
+        from shardkit.checkpoint._files.disk import refuse_url
 
+        refuse_url(path)
         folder, kind = Path(path), self.settings.state_dict_type
         if kind == "SHARDED_STATE_DICT":
             checkpoint.save(folder, model, optimizer)

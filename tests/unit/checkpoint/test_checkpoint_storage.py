@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pathlib
 import pickle
 import shutil
 import subprocess
@@ -29,7 +30,6 @@ from shardkit.checkpoint._files import disk, formats
 from shardkit.checkpoint._save import Staging
 
 if typing.TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable
 
     Call = typing.Callable[..., typing.Any]
@@ -90,6 +90,16 @@ def test_both_ways_with_plain_dcp(writer: str, reader: str, tmp_path: pathlib.Pa
     assert {name: same(value, loaded["a"][name]) for name, value in saved.items()} == dict.fromkeys(
         saved, True
     )
+
+
+def test_one_writer_saves_under_several_names(tmp_path: pathlib.Path) -> None:
+    """`dcp.save` gives the name to the storage."""
+    storage = checkpoint.CheckpointWriter(tmp_path / "x", overwrite=True)
+    for number, name in enumerate((tmp_path / "a", tmp_path / "b", None)):
+        state = {"a": torch.tensor(number)}
+        dcp.save(state, storage_writer=storage, checkpoint_id=name, no_dist=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert [int(checkpoint.load(tmp_path / name)["a"]) for name in ("a", "b")] == [0, 2]
 
 
 @pytest.mark.parametrize("describer", READERS)
@@ -334,6 +344,26 @@ def test_names_that_are_taken(tmp_path: pathlib.Path) -> None:
         checkpoint.save(foreign, step=1, overwrite=True)
     with pytest.raises(CheckpointError, match="does not exist"):
         checkpoint.load(foreign / "holiday.jpg" / "x")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run/x", "file:///run/x", pathlib.Path("gs://b/x")])
+def test_urls_are_no_paths(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, url: str | pathlib.Path
+) -> None:
+    """The disk of a machine that may be taken away would have the only copy."""
+    monkeypatch.chdir(tmp_path)
+    plain = checkpoint.save(tmp_path / "x", nn.Linear(2, 2))
+    for act in (
+        lambda: checkpoint.save(url, step=1),
+        lambda: checkpoint.async_save(url, step=1),
+        lambda: checkpoint.load(url),
+        lambda: checkpoint.latest(url),
+        lambda: checkpoint.consolidate(plain, url),
+    ):
+        with pytest.raises(CheckpointError, match=r"is a URL, .* Mount the storage"):
+            act()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert checkpoint.latest("a:b/c") is None
 
 
 def test_arguments_that_cannot_be_meant(tmp_path: pathlib.Path) -> None:

@@ -168,6 +168,48 @@ def test_an_error_of_the_disk_is_no_damage(
     assert checkpoint.latest(saved.parent) == saved
 
 
+@pytest.fixture
+def unreadable(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> list[pathlib.Path]:
+    """Return checkpoints whose manifest cannot be read, for now none; the parameter is why."""
+    found: list[pathlib.Path] = []
+    open_regular = disk.open_regular
+
+    def refuse(path: pathlib.Path) -> int:
+        if path.parent in found:
+            raise OSError(request.param, os.strerror(request.param), str(path))
+        return open_regular(path)
+
+    monkeypatch.setattr(manifest, "open_regular", refuse)
+    return found
+
+
+@pytest.mark.parametrize("unreadable", [errno.ESTALE], indirect=True)
+def test_a_failing_disk_begins_no_run_anew(
+    saved: pathlib.Path, unreadable: list[pathlib.Path]
+) -> None:
+    newest = checkpoint.save(saved.parent / "y", nn.Linear(1100, 1000), step=6)
+    unreadable.append(newest)
+    with pytest.warns(UserWarning, match="y is passed over: .*Stale file handle"):
+        assert checkpoint.latest(saved.parent) == saved
+    unreadable.append(saved)
+    with (
+        pytest.warns(UserWarning, match="x is passed over: .*Stale file handle"),
+        pytest.warns(UserWarning, match="y is passed over"),
+        pytest.raises(CheckpointError, match=r"Stale file handle.*begin anew\. Try again"),
+    ):
+        checkpoint.latest(saved.parent)
+
+
+@pytest.mark.parametrize("unreadable", [errno.EACCES], indirect=True)
+def test_what_may_not_be_read_is_named(saved: pathlib.Path, unreadable: list[pathlib.Path]) -> None:
+    """A new run may write beside what others own, such as lost+found."""
+    unreadable.append(saved)
+    with pytest.warns(UserWarning, match="x is passed over: .*Permission denied"):
+        assert checkpoint.latest(saved.parent) is None
+
+
 def test_a_note_of_damage_that_is_gone(saved: pathlib.Path) -> None:
     flip(saved / "__0_0.distcp", 100_000)
     with pytest.raises(CheckpointError):

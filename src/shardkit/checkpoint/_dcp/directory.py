@@ -48,6 +48,7 @@ from shardkit.checkpoint._files.disk import (
     own,
     parse_aside,
     read_index,
+    refuse_url,
 )
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def normalized(path: os.PathLike[str] | str) -> Path:
             "complete one: then begin anew."
         )
         raise CheckpointError(msg)
+    refuse_url(path)
     try:
         result = Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
         is_name = b"\0" not in os.fsencode(result)
@@ -217,19 +219,23 @@ def check_metadata(path: Path, manifest: Manifest) -> bytes:
 # --- order --------------------------------------------------------------------------------------
 
 
-def headers(directory: Path, *, warn: bool = False) -> Iterator[tuple[Path, Header]]:
+def headers(directory: Path, unread: list[OSError] | None = None) -> Iterator[tuple[Path, Header]]:
     """Yield the entries of a directory that have a manifest, those still being written too.
 
-    With `warn`, a warning names the others that have a damaged one.
+    With `unread`, a warning names the others whose manifest is damaged or cannot be read, and
+    errors of the disk are added to it.
     """
     for entry in sorted(directory.iterdir()):
         try:
             yield entry, read_header(entry)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
-        except CheckpointError as error:
-            if warn and parse_aside(entry) is None:
-                warnings.warn(f"checkpoint {entry} is passed over: {error}", stacklevel=5)
+        except (OSError, CheckpointError) as error:
+            if unread is None or parse_aside(entry) is not None:
+                continue
+            if isinstance(error, OSError):
+                unread.append(error)
+            warnings.warn(f"checkpoint {entry} is passed over: {error}", stacklevel=5)
 
 
 def next_sequence(directory: Path) -> int:
@@ -237,9 +243,13 @@ def next_sequence(directory: Path) -> int:
     return 1 + max((header.sequence for _, header in headers(directory)), default=0)
 
 
-def complete_in(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory that have valid headers, the newest first."""
-    return [entry for entry, _ in _newest_first(headers(directory, warn=True))]
+def complete_in(directory: Path, unread: list[OSError] | None = None) -> list[Path]:
+    """Return the checkpoints of a directory that have valid headers, the newest first.
+
+    Warns of others, and adds errors of the disk to `unread`.
+    """
+    found = headers(directory, [] if unread is None else unread)
+    return [entry for entry, _ in _newest_first(found)]
 
 
 def _newest_first(found: Iterable[tuple[Path, Header]]) -> list[tuple[Path, Header]]:
@@ -251,20 +261,22 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
     """Return the newest complete checkpoint in a directory, None if there is none.
 
     The newest is the one saved last, by the sequence in its manifest. A checkpoint that was being
-    written when a run died is not complete. `latest` passes over a checkpoint whose files have been
-    damaged since (missing, of another size, a wrong checksum of a manifest), and warns why. `load`
-    compares the checksums of tensors. If one is wrong, `load` raises and leaves a file
-    ``shardkit.damaged`` in the checkpoint, and `latest` passes over it from then on. If no
+    written when a run died is not complete. `latest` passes over a checkpoint whose files cannot be
+    read or have been damaged since (missing, of another size, a wrong checksum of a manifest), and
+    warns why. `load` compares the checksums of tensors. If one is wrong, `load` raises and leaves a
+    file ``shardkit.damaged`` in the checkpoint, and `latest` passes over it from then on. If no
     checkpoint has a manifest, because other programs wrote them, a warning says so.
 
     Args:
         directory: Directory that holds checkpoints; it need not exist.
 
     Raises:
-        CheckpointError: The directory is a checkpoint itself. None would make a run begin anew.
+        CheckpointError: The directory is a checkpoint itself, or a URL; or the disk fails (not by
+            missing permission), and no checkpoint can be read. None would make a run begin anew.
 
     Cost: reads the first line of each checkpoint's manifest, and all of the newest manifest.
     """
+    refuse_url(directory)
     parent = Path(os.path.abspath(directory))  # noqa: PTH100 - links are kept
     if not parent.is_dir():
         return None
@@ -272,11 +284,24 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
         msg = f"{parent} is a checkpoint itself. Load it, or give the directory that holds it."
         raise CheckpointError(msg)
     _recover_all(parent)
-    for path in complete_in(parent):
-        found = problem(path)
+    unread: list[OSError] = []
+    for path in complete_in(parent, unread):
+        try:
+            found = _damage(path)
+        except OSError as error:
+            unread.append(error)
+            found = str(error)
         if not found:
             return path
         warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=2)
+    # What may not be read at all, such as lost+found, is no checkpoint of this user.
+    failed = [error for error in unread if not isinstance(error, PermissionError)]
+    if failed:
+        msg = (
+            f"{parent}: no checkpoint can be read: {failed[0]}. None would make a run begin anew. "
+            f"Try again, or give another directory."
+        )
+        raise CheckpointError(msg) from failed[0]
     paths = (file.parent for file in parent.glob(f"[!.]*/{METADATA_FILE}"))
     foreign = sorted(path.name for path in paths if not (path / MANIFEST_FILE).exists())
     if foreign:

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 # --- who writes what ------------------------------------------------------------------------------
 
 _GROUPS = ("optim", "param_groups")
-_BYTES = WriteItemType.BYTE_IO
+_BYTES, _SHARD = WriteItemType.BYTE_IO, WriteItemType.SHARD
 
 
 class Whole:
@@ -257,22 +257,22 @@ def _with_groups_of_all_stages(
 
 
 def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
-    """Keep each item in one plan: the largest first, each in the plan with least so far."""
+    """Keep each item in one plan: shards, the largest first, in the plan with least so far."""
     holders: dict[MetadataIndex, list[int]] = {}
     items: dict[MetadataIndex, WriteItem] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            holders.setdefault(item.index, []).append(rank)
+            ranks = holders.setdefault(item.index, [])
+            # What is no shard may differ from rank to rank, as values and statistics of batches do.
+            # So all of it comes from the first rank.
+            if not ranks or item.type is _SHARD:
+                ranks.append(rank)
             items[item.index] = item
     load = [0] * len(plans)
     chosen: dict[MetadataIndex, int] = {}
-    # An item that only one rank has leaves no choice, so it comes first.
+    # An item that only one rank may write leaves no choice, so it comes first.
     order = sorted(items, key=lambda index: (len(holders[index]) > 1, -_nbytes(items[index])))
     for index in order:
-        if items[index].tensor_data is None:
-            # Values may differ from rank to rank, so all of them come from the first rank.
-            chosen[index] = holders[index][0]
-            continue
         chosen[index] = min(holders[index], key=lambda rank: load[rank])
         load[chosen[index]] += _nbytes(items[index])
     return [
@@ -422,7 +422,8 @@ class CheckpointWriter(FileSystemWriter):
     final name. A run that dies at any moment leaves what had the name before.
 
     Args:
-        path: The checkpoint's directory, which all ranks must see.
+        path: The checkpoint's directory, which all ranks must see. The ``checkpoint_id`` of
+            ``dcp.save`` takes its place.
         overwrite: Permission to replace a checkpoint that has this name.
         step: Training step, for the manifest.
         report: Function that is called on each rank with the numbers of bytes that it has written.
@@ -451,6 +452,12 @@ class CheckpointWriter(FileSystemWriter):
         self._report = report or not_reported
         self._before: directory.Stamp = None
         self._new: Path | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, under the name that `dcp.save` got, if it got one."""
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self.target = directory.normalized(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Refuse to save without a coordinator: no rank would know when the save is complete."""

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # --- bytes ----------------------------------------------------------------------------------------
 
+_URL = re.compile(r"[A-Za-z][\w+.-]*:/")  # `Path` makes one slash of two.
+
 PART_NBYTES = 2**24  # Size of the parts in which tensors are read and written.
 
 MAX_INDEX_NBYTES = 2**30
@@ -289,6 +291,17 @@ def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES)
             )
             raise CheckpointError(msg)
         return file.read(size)
+
+
+def refuse_url(path: object) -> None:
+    """Refuse a URL, which the system would take for a path in the present directory."""
+    if isinstance(path, (str, os.PathLike)) and _URL.match(os.fsdecode(path)):
+        msg = (
+            f"{os.fspath(path)!r} is a URL, and shardkit writes to disks. Mount the storage, and "
+            f"give its path; or call torch's dcp.save and dcp.load, which take URLs if fsspec is "
+            f"installed."
+        )
+        raise CheckpointError(msg)
 
 
 def is_plain_name(name: object) -> bool:

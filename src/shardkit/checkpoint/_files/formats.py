@@ -41,6 +41,7 @@ from shardkit.checkpoint._files.disk import (
     new_aside,
     open_regular,
     read_index,
+    refuse_url,
     write_synced,
 )
 
@@ -712,6 +713,7 @@ class FullWriter:
         others: Mapping[str, Any] | None = None,
         arrange: Callable[[dict[str, Any]], Any] = dict,
     ) -> None:
+        refuse_url(path)
         self.path = Path(path)
         self._others = dict(others or {})
         self._order = list(infos)
