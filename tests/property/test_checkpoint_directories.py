@@ -249,7 +249,7 @@ class Jobs(RuleBasedStateMachine):
     def check(self, folder: pathlib.Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Nothing is passed over: nothing is damaged.
-            newest = directory.latest(folder)
+            newest = directory.newest(folder)
         found = {number_of(entry) for entry in folder.glob("[!.]*")}
         assert newest is None or not newest.name.startswith("."), newest
         outdated = self.outdated({number: times for number, (_, *times) in self.finished.items()})

@@ -4,12 +4,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._consolidate import consolidate
-from shardkit.checkpoint._dcp.directory import latest
 from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._dcp.writer import CheckpointWriter
 from shardkit.checkpoint._files.formats import FullFile
 from shardkit.checkpoint._full import LoadedNames, load_full, save_full
-from shardkit.checkpoint._load import load
+from shardkit.checkpoint._load import latest, load
 from shardkit.checkpoint._local import (
     get_shard_metadata,
     load_local_state_dict,

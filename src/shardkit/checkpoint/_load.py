@@ -16,6 +16,7 @@ from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import agreed, of_all, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
+from shardkit.checkpoint._dcp.directory import newest
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_checkpoint
@@ -64,6 +65,31 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardkit")
 T = TypeVar("T")
+
+
+def latest(directory: os.PathLike[str] | str) -> Path | None:
+    """Return the newest complete checkpoint in a directory, None if there is none.
+
+    The newest is the one saved last, by the sequence in its manifest. A checkpoint that was being
+    written when a run died is not complete. `latest` passes over a checkpoint whose files cannot be
+    read or have been damaged since (missing, of another size, a wrong checksum of a manifest), and
+    warns why. `load` compares the checksums of tensors. If one is wrong, `load` raises and leaves a
+    file ``shardkit.damaged`` in the checkpoint, and `latest` passes over it from then on. If no
+    checkpoint has a manifest, because other programs wrote them, a warning says so.
+
+    An asynchronous save of this process that is under way is waited for.
+
+    Args:
+        directory: Directory that holds checkpoints; it need not exist.
+
+    Raises:
+        CheckpointError: The directory is a checkpoint itself, or a URL; or the disk fails (not by
+            missing permission), and no checkpoint can be read. None would make a run begin anew.
+
+    Cost: reads the first line of each checkpoint's manifest, and all of the newest manifest.
+    """
+    background.wait()
+    return newest(directory)
 
 
 @torch.inference_mode(mode=False)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import typing
 
 import pytest
@@ -402,6 +403,23 @@ def test_latest_goes_by_sequence_and_skips_what_is_damaged(tmp_path: pathlib.Pat
     (tmp_path / "c" / "__0_0.distcp").write_bytes(b"")
     with pytest.warns(UserWarning, match=r"c is passed over.*truncated"):
         assert checkpoint.latest(tmp_path) == tmp_path / "a"
+
+
+def test_latest_waits_for_the_save_under_way(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may delete the one before; and ranks would find different ones."""
+    real = checkpoint.CheckpointWriter.write_data
+
+    def write_slowly(*args: typing.Any) -> typing.Any:
+        time.sleep(0.3)
+        return real(*args)
+
+    checkpoint.save(tmp_path / "a", step=1)
+    monkeypatch.setattr(checkpoint.CheckpointWriter, "write_data", write_slowly)
+    saving = checkpoint.async_save(tmp_path / "b", step=2, keep_last=1)
+    newest = checkpoint.latest(tmp_path)
+    assert newest == saving.result()
 
 
 def test_keep_last_leaves_the_newest_and_nothing_half(tmp_path: pathlib.Path) -> None:

@@ -235,7 +235,7 @@ def headers(directory: Path, unread: list[OSError] | None = None) -> Iterator[tu
                 continue
             if isinstance(error, OSError):
                 unread.append(error)
-            warnings.warn(f"checkpoint {entry} is passed over: {error}", stacklevel=5)
+            warnings.warn(f"checkpoint {entry} is passed over: {error}", stacklevel=6)
 
 
 def next_sequence(directory: Path) -> int:
@@ -257,25 +257,8 @@ def _newest_first(found: Iterable[tuple[Path, Header]]) -> list[tuple[Path, Head
     return sorted(named, key=lambda each: (each[1].sequence, each[0]), reverse=True)
 
 
-def latest(directory: os.PathLike[str] | str) -> Path | None:
-    """Return the newest complete checkpoint in a directory, None if there is none.
-
-    The newest is the one saved last, by the sequence in its manifest. A checkpoint that was being
-    written when a run died is not complete. `latest` passes over a checkpoint whose files cannot be
-    read or have been damaged since (missing, of another size, a wrong checksum of a manifest), and
-    warns why. `load` compares the checksums of tensors. If one is wrong, `load` raises and leaves a
-    file ``shardkit.damaged`` in the checkpoint, and `latest` passes over it from then on. If no
-    checkpoint has a manifest, because other programs wrote them, a warning says so.
-
-    Args:
-        directory: Directory that holds checkpoints; it need not exist.
-
-    Raises:
-        CheckpointError: The directory is a checkpoint itself, or a URL; or the disk fails (not by
-            missing permission), and no checkpoint can be read. None would make a run begin anew.
-
-    Cost: reads the first line of each checkpoint's manifest, and all of the newest manifest.
-    """
+def newest(directory: os.PathLike[str] | str) -> Path | None:
+    """Return the newest complete checkpoint in a directory, None if there is none; see `latest`."""
     refuse_url(directory)
     parent = Path(os.path.abspath(directory))  # noqa: PTH100 - links are kept
     if not parent.is_dir():
@@ -293,7 +276,7 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
             found = str(error)
         if not found:
             return path
-        warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=2)
+        warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=3)
     # What may not be read at all, such as lost+found, is no checkpoint of this user.
     failed = [error for error in unread if not isinstance(error, PermissionError)]
     if failed:
@@ -309,7 +292,7 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
             f"no checkpoint of {parent} has a manifest, which says how new it is. load() reads "
             f"those of torch.distributed.checkpoint too, by their path: {', '.join(foreign[-3:])}."
         )
-        warnings.warn(msg, stacklevel=2)
+        warnings.warn(msg, stacklevel=3)
     return None
 
 

@@ -297,9 +297,9 @@ def refuse_url(path: object) -> None:
     """Refuse a URL, which the system would take for a path in the present directory."""
     if isinstance(path, (str, os.PathLike)) and _URL.match(os.fsdecode(path)):
         msg = (
-            f"{os.fspath(path)!r} is a URL, and shardkit writes to disks. Mount the storage, and "
-            f"give its path; or call torch's dcp.save and dcp.load, which take URLs if fsspec is "
-            f"installed."
+            f"{os.fspath(path)!r} is a URL, and shardkit reads and writes files. Mount the "
+            f"storage, and give its path; or call torch's dcp.save and dcp.load, which take URLs "
+            f"if fsspec is installed."
         )
         raise CheckpointError(msg)
 
