@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import typing
 import warnings
 
@@ -179,6 +180,29 @@ def redistribute_and_print() -> list[str]:
 
 def test_methods_of_dtensor_and_printing_on_one_rank(spawn: Spawn) -> None:
     assert spawn(redistribute_and_print, 2) == [[], []]
+
+
+def copy_and_pickle_on_one_rank() -> list[str]:
+    """Do it after an evaluation, after which the root's parameters stay gathered on all ranks."""
+    model = sharded_holder(Holder(), (2,))
+    optimizer = stepped(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for act in (copy.deepcopy, pickle.dumps):
+            with torch.no_grad():
+                model(0.7)
+            if dist.get_rank() == 0:
+                act(model)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(0.7).backward()
+                optimizer.step()
+    return [str(each.message) for each in caught]
+
+
+def test_one_rank_copies_and_pickles_the_model(spawn: Spawn) -> None:
+    for (message,) in spawn(copy_and_pickle_on_one_rank, 2):
+        assert message.startswith("position 0 of the process group has pickled its shard")
 
 
 def warnings_of_large_gathers() -> list[str]:

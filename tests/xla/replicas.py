@@ -122,15 +122,27 @@ def asked_gradients() -> Differences:
     return {name: reference.difference(wholes[name].cpu(), expected[name]) for name in wholes}
 
 
-def asked_gradients_of_a_slow_engine() -> Differences:
+def gradients_of_inputs() -> Differences:
+    """Gradients by `torch.autograd.grad` of a batch, of which only the sum is left to be run."""
+    pair = Pair(ReplicaRanks(), "mlp")
+    xs, ys = pair.ranks.rank_batches(pair.case, 0)[pair.ranks.mesh.get_rank()]
+    sums = []
+    for model, device in ((pair.plain, "cpu"), (pair.sharded, torch_xla.device())):
+        batch = xs.to(device).requires_grad_(), ys.to(device)
+        sums.append(torch.autograd.grad(pair.case.loss(model, batch), batch[:1])[0].sum())
+    finish_graph()
+    return {"sum": reference.difference(sums[1].cpu(), sums[0])}
+
+
+def with_a_slow_engine(gradients_of: Callable[[], Differences]) -> Differences:
     """Of a later run, in which this replica, if it is the first one, outruns its engine's thread.
 
     The thread lets go of gradients after it has told this one that they are there. So another graph
     would run here than on the other replica, which would wait for it.
     """
-    asked_gradients()
+    gradients_of()
     if xr.global_ordinal() != 0:
-        return [asked_gradients() for _ in range(3)][-1]
+        return [gradients_of() for _ in range(3)][-1]
     threads = [threading.get_native_id()]
     leaf = torch.ones(2, device=torch_xla.device(), requires_grad=True)
     leaf.register_hook(lambda _: threads.append(threading.get_native_id()))
@@ -142,7 +154,7 @@ def asked_gradients_of_a_slow_engine() -> Differences:
             os.sched_setaffinity(thread, core)
         os.setpriority(os.PRIO_PROCESS, threads[-1], 19)
         try:
-            return [asked_gradients() for _ in range(3)][-1]
+            return [gradients_of() for _ in range(3)][-1]
         finally:
             busy.kill()
 

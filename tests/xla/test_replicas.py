@@ -26,7 +26,7 @@ from reference import assert_within
 
 if typing.TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from workers import Spawn
 
@@ -87,9 +87,12 @@ def test_gradients_are_asked_for(spawn_replicas: Spawn) -> None:
         assert max(differences.values()) <= 1e-6
 
 
-def test_gradients_that_are_asked_for_are_no_outputs_of_one_replica_s_graph() -> None:
+@pytest.mark.parametrize("of", [replicas.asked_gradients, replicas.gradients_of_inputs])
+def test_gradients_that_are_asked_for_are_no_outputs_of_one_replica_s_graph(
+    of: Callable[[], replicas.Differences],
+) -> None:
     with ReplicaPools() as pools:  # Of its own: a thread stays slow.
-        for differences in pools.spawn(replicas.asked_gradients_of_a_slow_engine, 2):
+        for differences in pools.spawn(replicas.with_a_slow_engine, 2, of):
             assert max(differences.values()) <= 1e-6
 
 

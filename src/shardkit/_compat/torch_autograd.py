@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
-from shardkit._compat import torch_modules
+from shardkit._compat import torch_modules, torch_tensors
 from shardkit._compat.once import once, wrap
 
 if TYPE_CHECKING:
@@ -48,6 +48,14 @@ def wrap_engine(
     original = autograd._engine_run_backward
     position = 3  # Position of `inputs` after the outputs, in torch 2.9 to 2.13.
 
+    def run_for(*args: Any, **kwargs: Any) -> Any:
+        results = original(*args, **kwargs)
+        for each in results or ():
+            if each is not None and each.device.type == "xla":
+                _await_release(original, each)
+                break
+        return results
+
     @functools.wraps(original)
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(sys.modules.get(_COMPILED_AUTOGRAD), "compiled_autograd_enabled", False):
@@ -55,12 +63,29 @@ def wrap_engine(
         try:
             if len(args) <= position or not args[position]:
                 return original(outputs, *args, **kwargs)
-            return chosen(original, outputs, *args, **kwargs)
+            return chosen(run_for, outputs, *args, **kwargs)
         except BaseException as error:
             failed(error)
             raise
 
     autograd._engine_run_backward = torch_modules.untraced(run)
+
+
+def _await_release(engine: Callable[..., Any], result: Tensor) -> None:
+    """Wait until the engine's thread no longer holds a result of its last run.
+
+    `autograd.grad` returns a moment before that. If a graph of XLA is cut in that moment, results
+    that the caller has dropped are outputs of the graph, on one rank only: ranks then run different
+    programs, whose collectives wait for each other. The thread begins a second run after it has let
+    go of the first, and a run that accumulates gradients holds no results. Torch refuses such a run
+    inside of vmap.
+    """
+    if torch_tensors.is_batched(result):
+        return
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        leaf = torch.zeros((), device=result.device, requires_grad=True)
+        engine((leaf.clone(),), (torch.ones_like(leaf),), False, False, (), **options)
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -73,18 +98,6 @@ current_run: Callable[[], int] = torch._C._current_graph_task_id
 
 A backward that is called inside of a backward is a run of its own.
 """
-
-
-def let_go_of_results(device: torch.device) -> None:
-    """Wait until the engine's thread for `device` no longer holds the results of its last run.
-
-    `autograd.grad` returns a moment before that. If a graph of XLA is cut in that moment, results
-    that the caller has dropped are outputs of the graph, on one rank only: ranks then run different
-    programs, whose collectives wait for each other. The thread begins a second run after it has let
-    go of the first, and a run that accumulates gradients holds no results.
-    """
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        torch.zeros((), device=device, requires_grad=True).clone().backward()
 
 
 def is_from_engine() -> bool:

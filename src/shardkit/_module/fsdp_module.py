@@ -176,8 +176,7 @@ class FSDPModule(_Base):
         """
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "copy.deepcopy() was called")
-        if state.runtime is not None and state.group is not None:
-            state.runtime.reshard(state.group)
+        self._show_sharded()
         result = memo[id(self)] = new_module(own_class(self))
         for name, value in state.without_own_hooks(self.__dict__).items():
             result.__dict__[name] = copy.deepcopy(value, memo)
@@ -205,11 +204,21 @@ class FSDPModule(_Base):
         """
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "pickling was tried")
-        self.reshard()
+        self._show_sharded()
         module: Any = self
         attributes = state.without_own_hooks(dict(module.__getstate__()))
         written = attributes, state.group, state.policy, dataclasses.asdict(state.settings)
         return new_module, (own_class(self),), written, None, None, _restore
+
+    def _show_sharded(self) -> None:
+        """Let modules hold the sharded parameters, for a copy or a pickle of this module.
+
+        Parameters that they do not show stay gathered: one rank may copy or pickle alone, and the
+        next forward gathers on all ranks or on none.
+        """
+        group = state_of(self).group
+        if group is not None and group.is_shown:
+            self.reshard()
 
     def __prepare_scriptable__(self) -> None:
         """Refuse `torch.jit.script`, which asks a module for one that it can compile."""

@@ -555,10 +555,6 @@ def _run_for_chosen(
         )
         raise StateError(msg)
     results = iter(engine(*args, True, **options))
-    for tensor, unsharded in found:
-        if unsharded is not None and tensor.spec.is_traced:
-            torch_autograd.let_go_of_results(unsharded.device)
-            break
     pairs = [
         (next(results), None if unsharded is None else next(results)) for _, unsharded in found
     ]
