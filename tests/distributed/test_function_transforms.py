@@ -260,6 +260,42 @@ def test_with_one_group(spawn: Spawn, name: str) -> None:
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
 
 
+def slopes_in_forward_mode(values: bool) -> Differences:
+    """Train on derivatives by inputs, with or without the values, and differentiate them again."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    plain = plain.double()
+    model = copy.deepcopy(plain)
+    for layer in (model[0], model[2], model[4], model):
+        fully_shard(layer, make_mesh((2,)))
+    differences = Differences()
+    for step in range(2):
+        found: list[Results] = []
+        for each in (model, plain):
+            inputs = [one.clone().requires_grad_() for one in (draw(step), V)]
+            with fwd.dual_level():
+                out, slope = fwd.unpack_dual(each(fwd.make_dual(*inputs)))
+                loss = slope.square().sum() + (out.square().sum() if values else 0)
+                loss.backward()
+                _, slope = fwd.unpack_dual(each(fwd.make_dual(*inputs)))
+                again = torch.autograd.grad(slope.square().sum(), inputs)
+            found.append([out, *again, *(one.grad for one in inputs if one.grad is not None)])
+        for one, other in zip(*found, strict=True):
+            differences.note("result", one, other)
+        differences.note_grads(model, plain)
+        model(X).sum().backward()
+        plain(X).sum().backward()
+        differences.note_grads(model, plain)
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_slopes_in_forward_mode_have_a_backward(spawn: Spawn, values: bool) -> None:
+    by_rank = spawn(slopes_in_forward_mode, 2, values)
+    assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
+
+
 @pytest.mark.parametrize("mesh_shape", [(1,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["adapted", "of_inputs", "of_parameters", "equation"])
 def test_on_other_meshes(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import typing
+import warnings
 
 import pytest
 import torch
@@ -242,6 +244,19 @@ def test_a_view_of_a_freed_parameter_raises(spawn_errors: Spawn) -> None:
         assert error is not None
         assert error.type_name == "FreedParameterError"
         assert "'layers.0.weight'" in error.message
+
+
+@on_ranks(2)
+def test_outputs_are_pickled_without_a_warning() -> None:
+    """As `all_gather_object` does with a loss, and hooks that write saved tensors to a disk."""
+    model = fully_shard(nn.Linear(7, 5))
+    output = model(torch.ones(2, 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = pickle.loads(pickle.dumps(output))
+    assert torch.equal(again, output)
+    output.sum().backward()
+    assert model.bias.grad is not None
 
 
 # --- written in place -----------------------------------------------------------------------------

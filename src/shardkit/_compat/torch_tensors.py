@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 from shardkit._compat import torch_modules
@@ -107,6 +108,15 @@ def heeding_conjugates() -> AbstractContextManager[object]:
 def in_function_transform() -> bool:
     """Whether a transform of `torch.func` runs, such as vmap or jvp."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_other_graphs() -> bool:
+    """Whether a forward makes graphs that gradients of its inputs and outputs do not report.
+
+    Transforms of `torch.func` do, and the tangents of `torch.autograd.forward_ad`.
+    """
+    in_dual_level = forward_ad._current_level >= 0
+    return in_dual_level or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def inside_transforms(tensor: Tensor) -> Tensor:
