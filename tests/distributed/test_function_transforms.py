@@ -260,27 +260,48 @@ def test_with_one_group(spawn: Spawn, name: str) -> None:
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
 
 
-def slopes_in_forward_mode(values: bool) -> Differences:
-    """Train on derivatives by inputs, with or without the values, and differentiate them again."""
+def forward_mode_slopes(model: nn.Module, x: Tensor) -> Tensor:
+    with fwd.dual_level():
+        return fwd.unpack_dual(model(fwd.make_dual(x, V))).tangent.square().sum()
+
+
+def forward_mode_slopes_and_values(model: nn.Module, x: Tensor) -> Tensor:
+    with fwd.dual_level():
+        out, slope = fwd.unpack_dual(model(fwd.make_dual(x, V)))
+        return slope.square().sum() + out.square().sum()
+
+
+def forward_mode_slopes_before_a_forward(model: nn.Module, x: Tensor) -> Tensor:
+    return forward_mode_slopes(model, x) + model(2 * x).square().sum()
+
+
+def slopes_before_a_forward(model: nn.Module, x: Tensor) -> Tensor:
+    slope = vmap(grad(lambda each: model(each).sum()))(x)
+    return slope.square().sum() + model(x).square().sum()
+
+
+def slopes_after_a_forward(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum() + jvp(model, (x,), (V,))[1].square().sum()
+
+
+def train_on_slopes(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> Differences:
+    """Train a model of several groups, and differentiate the loss by the inputs as well."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    plain = plain.double()
+    plain = nn.Sequential(*MODEL[:2], nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain, mesh = copy.deepcopy(plain), make_mesh((2,))
     model = copy.deepcopy(plain)
     for layer in (model[0], model[2], model[4], model):
-        fully_shard(layer, make_mesh((2,)))
+        fully_shard(layer, mesh)
     differences = Differences()
     for step in range(2):
-        found: list[Results] = []
+        losses, by_input = [], []
         for each in (model, plain):
-            inputs = [one.clone().requires_grad_() for one in (draw(step), V)]
-            with fwd.dual_level():
-                out, slope = fwd.unpack_dual(each(fwd.make_dual(*inputs)))
-                loss = slope.square().sum() + (out.square().sum() if values else 0)
-                loss.backward()
-                _, slope = fwd.unpack_dual(each(fwd.make_dual(*inputs)))
-                again = torch.autograd.grad(slope.square().sum(), inputs)
-            found.append([out, *again, *(one.grad for one in inputs if one.grad is not None)])
-        for one, other in zip(*found, strict=True):
+            x = draw(step).requires_grad_()
+            losses.append(loss_of(each, x))
+            losses[-1].backward()
+            by_input += [x.grad, *torch.autograd.grad(loss_of(each, x), x)]
+        differences.note("result", *losses)
+        for one, other in zip(by_input[:2], by_input[2:], strict=True):
             differences.note("result", one, other)
         differences.note_grads(model, plain)
         model(X).sum().backward()
@@ -290,9 +311,19 @@ def slopes_in_forward_mode(values: bool) -> Differences:
     return differences
 
 
-@pytest.mark.parametrize("values", [False, True])
-def test_slopes_in_forward_mode_have_a_backward(spawn: Spawn, values: bool) -> None:
-    by_rank = spawn(slopes_in_forward_mode, 2, values)
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        forward_mode_slopes,
+        forward_mode_slopes_and_values,
+        forward_mode_slopes_before_a_forward,
+        slopes_before_a_forward,
+        slopes_after_a_forward,
+    ],
+)
+def test_losses_of_slopes(spawn: Spawn, loss_of: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Their backwards read layers that shardkit does not see them enter."""
+    by_rank = spawn(train_on_slopes, 2, loss_of)
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
 
 

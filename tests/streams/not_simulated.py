@@ -24,8 +24,8 @@ _REASONS = {
     "does",
     "[of_inputs": "a plain model on the simulated device has no forward-mode gradients either",
     "[of_parameters": "a plain model on the simulated device has no forward-mode gradients either",
-    "test_slopes_in_forward_mode_have_a_backward": "a plain model on the simulated device has no "
-    "forward-mode gradients either",
+    "test_losses_of_slopes": "a plain model on the simulated device has no forward-mode gradients "
+    "either",
     "[forward_mode": "a plain model on the simulated device has no forward-mode gradients either",
 }
 
