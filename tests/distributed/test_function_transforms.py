@@ -19,10 +19,12 @@ from torch.func import (
     jacfwd,
     jacrev,
     jvp,
+    linearize,
     stack_module_state,
     vjp,
     vmap,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from recording import recording_mesh
 from reference import Differences, assert_within, full, make_mesh
@@ -452,6 +454,25 @@ def test_a_transform_by_sharded_values_is_refused_with_the_line(spawn_errors: Sp
         assert error.type_name == "StateError"
         assert "got the sharded 'weight'" in error.message
         assert "{name: param.full_tensor().detach() for name, param in" in error.message
+
+
+def linearized() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+    linearize(model, X.float())
+
+
+def traced_by_operators() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+    make_fx(model)(X.float())
+
+
+@pytest.mark.parametrize("call", [linearized, traced_by_operators])
+def test_a_trace_of_operators_is_refused(spawn_errors: Spawn, call: Callable[[], None]) -> None:
+    """It would hold how parameters were gathered, and from where."""
+    for error in spawn_errors(call, 2):
+        assert error.type_name == "StateError"
+        assert "make_fx" in error.message
+        assert "torch.func.jvp" in error.message
 
 
 def twice_differentiable() -> None:

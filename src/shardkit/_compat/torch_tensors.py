@@ -222,6 +222,13 @@ _COPIES = (
 )
 
 
+_TRACED = (
+    "a sharded model cannot be traced by torch.func.linearize or make_fx, because it gathers its "
+    "parameters while it runs. Call torch.func.jvp for each direction, or trace a plain model: "
+    "make one, and load the file that shardkit.checkpoint.save_full(path, model) writes."
+)
+
+
 def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
     """Hide a function's operators from selective checkpointing and transforms of `torch.func`.
 
@@ -230,11 +237,12 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
     Transforms refuse writes to tensors that are not their arguments. Other modes see the operators.
 
     Raises:
-        StateError: A mode is on that copies saved tensors when they are written.
+        StateError: A mode is on that traces, or copies saved tensors when they are written.
     """
     checkpoint: Any = torch.utils.checkpoint
     selective = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
     copying = torch.autograd.graph._CloneArgBeforeMutateMode
+    traces = torch._C._TorchDispatchModeKey.PROXY
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -248,6 +256,8 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         if any(isinstance(mode, copying) for mode in modes):
             raise StateError(_COPIES)
+        if any(getattr(mode, "_mode_key", None) is traces for mode in modes):
+            raise StateError(_TRACED)
         if not any(isinstance(mode, selective) for mode in modes):
             return function(*args, **kwargs)
         with _python_dispatch._disable_current_modes(), contextlib.ExitStack() as stack:
