@@ -593,7 +593,8 @@ def note_freed_memory(error: BaseException) -> None:
             "model, each time but the last with retain_graph=True. If reshard() was called after "
             "the forward, call it after the backward. If the loss is made of tensors from inside "
             "of the module (of a hook or an attribute), let its forward return them. In other "
-            "cases, call set_reshard_after_forward(False) and set_reshard_after_backward(False) on it."
+            "cases, call set_reshard_after_forward(False) and set_reshard_after_backward(False) "
+            "on it."
         )
 
 
