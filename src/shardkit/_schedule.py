@@ -194,8 +194,8 @@ class GroupState:
         self.rests_after_backward = self.in_backward = False
 
     def begin_pass(self) -> None:
-        """Begin a root's forward."""
-        self.has_unseen_backward = self.awaits_other_modules = False
+        """Begin a root's forward; a backward of an earlier one may still come unseen."""
+        self.awaits_other_modules = False
 
     def end_pass(self) -> None:
         """End a root's forward, also after an exception of a layer that the root has caught."""
@@ -804,7 +804,7 @@ class UnshardSchedule:
         self, state: GroupState, in_pass: int | None, *, is_last: bool
     ) -> list[Action]:
         group = state.number
-        if self.is_held or state.num_forwards or state.is_lent:
+        if self.is_held or state.num_forwards or state.is_lent or state.has_unseen_backward:
             return []
         state.awaits_other_modules = group in self.options.several_modules and (
             state.num_recomputed > 0 or self._pending.awaits(group, in_pass)

@@ -19,10 +19,12 @@ from torch.func import (
     jacfwd,
     jacrev,
     jvp,
+    linearize,
     stack_module_state,
     vjp,
     vmap,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from recording import recording_mesh
 from reference import Differences, assert_within, full, make_mesh
@@ -260,6 +262,73 @@ def test_with_one_group(spawn: Spawn, name: str) -> None:
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
 
 
+def forward_mode_slopes(model: nn.Module, x: Tensor) -> Tensor:
+    with fwd.dual_level():
+        return fwd.unpack_dual(model(fwd.make_dual(x, V))).tangent.square().sum()
+
+
+def forward_mode_slopes_and_values(model: nn.Module, x: Tensor) -> Tensor:
+    with fwd.dual_level():
+        out, slope = fwd.unpack_dual(model(fwd.make_dual(x, V)))
+        return slope.square().sum() + out.square().sum()
+
+
+def forward_mode_slopes_before_a_forward(model: nn.Module, x: Tensor) -> Tensor:
+    return forward_mode_slopes(model, x) + model(2 * x).square().sum()
+
+
+def slopes_before_a_forward(model: nn.Module, x: Tensor) -> Tensor:
+    slope = vmap(grad(lambda each: model(each).sum()))(x)
+    return slope.square().sum() + model(x).square().sum()
+
+
+def slopes_after_a_forward(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum() + jvp(model, (x,), (V,))[1].square().sum()
+
+
+def train_on_slopes(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> Differences:
+    """Train a model of several groups, and differentiate the loss by the inputs as well."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*MODEL[:2], nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain, mesh = copy.deepcopy(plain), make_mesh((2,))
+    model = copy.deepcopy(plain)
+    for layer in (model[0], model[2], model[4], model):
+        fully_shard(layer, mesh)
+    differences = Differences()
+    for step in range(2):
+        losses, by_input = [], []
+        for each in (model, plain):
+            x = draw(step).requires_grad_()
+            losses.append(loss_of(each, x))
+            losses[-1].backward()
+            by_input += [x.grad, *torch.autograd.grad(loss_of(each, x), x)]
+        differences.note("result", *losses)
+        for one, other in zip(by_input[:2], by_input[2:], strict=True):
+            differences.note("result", one, other)
+        differences.note_grads(model, plain)
+        model(X).sum().backward()
+        plain(X).sum().backward()
+        differences.note_grads(model, plain)
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        forward_mode_slopes,
+        forward_mode_slopes_and_values,
+        forward_mode_slopes_before_a_forward,
+        slopes_before_a_forward,
+        slopes_after_a_forward,
+    ],
+)
+def test_losses_of_slopes(spawn: Spawn, loss_of: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Their backwards read layers that shardkit does not see them enter."""
+    by_rank = spawn(train_on_slopes, 2, loss_of)
+    assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
+
+
 @pytest.mark.parametrize("mesh_shape", [(1,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["adapted", "of_inputs", "of_parameters", "equation"])
 def test_on_other_meshes(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
@@ -385,6 +454,25 @@ def test_a_transform_by_sharded_values_is_refused_with_the_line(spawn_errors: Sp
         assert error.type_name == "StateError"
         assert "got the sharded 'weight'" in error.message
         assert "{name: param.full_tensor().detach() for name, param in" in error.message
+
+
+def linearized() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+    linearize(model, X.float())
+
+
+def traced_by_operators() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+    make_fx(model)(X.float())
+
+
+@pytest.mark.parametrize("call", [linearized, traced_by_operators])
+def test_a_trace_of_operators_is_refused(spawn_errors: Spawn, call: Callable[[], None]) -> None:
+    """It would hold how parameters were gathered, and from where."""
+    for error in spawn_errors(call, 2):
+        assert error.type_name == "StateError"
+        assert "make_fx" in error.message
+        assert "torch.func.jvp" in error.message
 
 
 def twice_differentiable() -> None:

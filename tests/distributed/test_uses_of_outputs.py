@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import typing
+import warnings
 
 import pytest
 import torch
@@ -242,6 +244,53 @@ def test_a_view_of_a_freed_parameter_raises(spawn_errors: Spawn) -> None:
         assert error is not None
         assert error.type_name == "FreedParameterError"
         assert "'layers.0.weight'" in error.message
+
+
+class KeepsInside(nn.Module):
+    """A layer whose inner features code outside reads, as losses of features do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = self.second(torch.tanh(self.first(x)))
+        return torch.tanh(self.features)
+
+
+@on_ranks(2)
+def test_a_loss_of_features_inside_of_layers_needs_what_the_error_says() -> None:
+    plain = nn.Sequential(*(KeepsInside() for _ in range(4)))
+    model, advised = copy.deepcopy(plain), copy.deepcopy(plain)
+    for layer in (*model, model, *advised, advised):
+        fully_shard(layer)
+    model(torch.ones(2, 7))
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0") as raised:
+        model[2].features.square().sum().backward()
+    (note,) = raised.value.__notes__
+    assert "let its forward return" in note
+    assert "set_reshard_after_forward(False) and set_reshard_after_backward(False)" in note
+    advised.set_reshard_after_forward(False)
+    advised.set_reshard_after_backward(False)
+    for each in (advised, plain):
+        each(torch.ones(2, 7))
+        each[2].features.square().sum().backward()
+    differences = Differences()
+    differences.note_grads(advised, plain)
+    assert_within([differences], grad=TRAINED["grad"])
+
+
+@on_ranks(2)
+def test_outputs_are_pickled_without_a_warning() -> None:
+    """As `all_gather_object` does with a loss, and hooks that write saved tensors to a disk."""
+    model = fully_shard(nn.Linear(7, 5))
+    output = model(torch.ones(2, 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = pickle.loads(pickle.dumps(output))
+    assert torch.equal(again, output)
+    output.sum().backward()
+    assert model.bias.grad is not None
 
 
 # --- written in place -----------------------------------------------------------------------------

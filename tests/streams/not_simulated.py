@@ -24,6 +24,9 @@ _REASONS = {
     "does",
     "[of_inputs": "a plain model on the simulated device has no forward-mode gradients either",
     "[of_parameters": "a plain model on the simulated device has no forward-mode gradients either",
+    "test_a_trace_of_operators": "a trace sees the tensors behind those of the simulated device",
+    "test_losses_of_slopes": "a plain model on the simulated device has no forward-mode gradients "
+    "either",
     "[forward_mode": "a plain model on the simulated device has no forward-mode gradients either",
 }
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 from shardkit._compat import torch_modules
@@ -107,6 +108,15 @@ def heeding_conjugates() -> AbstractContextManager[object]:
 def in_function_transform() -> bool:
     """Whether a transform of `torch.func` runs, such as vmap or jvp."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_other_graphs() -> bool:
+    """Whether a forward makes graphs that gradients of its inputs and outputs do not report.
+
+    Transforms of `torch.func` do, and the tangents of `torch.autograd.forward_ad`.
+    """
+    in_dual_level = forward_ad._current_level >= 0
+    return in_dual_level or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def inside_transforms(tensor: Tensor) -> Tensor:
@@ -212,6 +222,13 @@ _COPIES = (
 )
 
 
+_TRACED = (
+    "a sharded model cannot be traced by torch.func.linearize or make_fx, because it gathers its "
+    "parameters while it runs. Call torch.func.jvp for each direction, or trace a plain model: "
+    "make one, and load the file that shardkit.checkpoint.save_full(path, model) writes."
+)
+
+
 def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
     """Hide a function's operators from selective checkpointing and transforms of `torch.func`.
 
@@ -220,11 +237,12 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
     Transforms refuse writes to tensors that are not their arguments. Other modes see the operators.
 
     Raises:
-        StateError: A mode is on that copies saved tensors when they are written.
+        StateError: A mode is on that traces, or copies saved tensors when they are written.
     """
     checkpoint: Any = torch.utils.checkpoint
     selective = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
     copying = torch.autograd.graph._CloneArgBeforeMutateMode
+    traces = torch._C._TorchDispatchModeKey.PROXY
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -238,6 +256,8 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         if any(isinstance(mode, copying) for mode in modes):
             raise StateError(_COPIES)
+        if any(getattr(mode, "_mode_key", None) is traces for mode in modes):
+            raise StateError(_TRACED)
         if not any(isinstance(mode, selective) for mode in modes):
             return function(*args, **kwargs)
         with _python_dispatch._disable_current_modes(), contextlib.ExitStack() as stack:

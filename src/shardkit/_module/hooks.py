@@ -266,7 +266,7 @@ class ModuleState:
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
             record = enter(self.group)
-            is_told = not self.group.is_local and not torch_tensors.in_function_transform()
+            is_told = not self.group.is_local and not torch_tensors.has_other_graphs()
             if record is not None and is_told:
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs, undo)
         # Not the frames of this function and `pre_forward`, which would then hold themselves.

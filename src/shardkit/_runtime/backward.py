@@ -587,8 +587,10 @@ def note_freed_memory(error: BaseException) -> None:
             "this backward reads parameters of a sharded module whose memory was freed. If "
             "create_graph=True made its graph: run it before the next other backward of the "
             "model, each time but the last with retain_graph=True. If reshard() was called after "
-            "the forward, call it after the backward. In other cases, call "
-            "set_reshard_after_backward(False) on the module."
+            "the forward, call it after the backward. If the loss is made of tensors from inside "
+            "of the module (of a hook or an attribute), let its forward return them. In other "
+            "cases, call set_reshard_after_forward(False) and set_reshard_after_backward(False) "
+            "on it."
         )
 
 

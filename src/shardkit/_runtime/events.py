@@ -60,6 +60,7 @@ class ForwardRecord:
             output.register_hook(self._enter_backward)
         return has_any
 
+    @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
     def _enter_backward(self, grad: Tensor) -> None:
         self.listener.enter_backward(self, grad)
 
@@ -88,12 +89,6 @@ class InputGrads(torch.autograd.Function):
         """Tell the listener, and pass the gradients through."""
         ctx.record.listener.exit_backward(ctx.record)
         return (None, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        """Pass forward-mode gradients through."""
-        del ctx
-        return tuple(None if each is None else each.view_as(each) for each in tangents)
 
 
 # --- gradients of parameters ----------------------------------------------------------------------

@@ -525,23 +525,23 @@ class Runtime:
         has_several = len(group.modules) > 1
         if not has_several:
             self._look_at_changes(group)
-        in_transform = torch_tensors.in_function_transform()
-        if is_given or in_transform:
+        is_unreported = torch_tensors.has_other_graphs()
+        if is_given or is_unreported:
             outputs = ()
         needs_backward = record is not None and record.watch_outputs(outputs)
         if not needs_backward and record is not None and record.is_first:
             self.reductions.order.withdraw(group.index)
-        # A transform runs backward by itself, without a report: it may read the memory.
+        # A backward without a report may read the memory.
         is_watched = (
             needs_backward
             or is_given
             or record is None
-            or not (in_transform or record.input_grads or group.may_train(module))
+            or not (is_unreported or record.input_grads or group.may_train(module))
         )
         if record is not None and not is_watched:
             # Without this nothing would, since no output reports the start of backward.
             group.grad_hooks.collect_at_once()
-            self._warn_unwatched(group, is_meant=in_transform or record.may_lack_outputs)
+            self._warn_unwatched(group, is_meant=is_unreported or record.may_lack_outputs)
         actions = self.schedule.exit_forward(
             group.index,
             needs_backward=needs_backward,

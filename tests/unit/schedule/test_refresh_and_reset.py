@@ -118,7 +118,21 @@ def test_what_may_have_an_unwatched_backward_stays_until_the_end_of_one() -> Non
     assert line("end", schedule.end_backward()) in ("end: free 2, free 3", "end: free 3, free 2")
 
 
-@pytest.mark.parametrize("forget", ["next pass", "reshard", "reset"])
+def test_an_unwatched_backward_may_come_after_another_forward() -> None:
+    """Both are parts of one loss: the backward of the other one must not free the memory."""
+    schedule = UnshardSchedule()
+    for is_watched in (False, True):
+        schedule.begin_pass()
+        schedule.enter_forward(1)
+        schedule.exit_forward(1, needs_backward=is_watched, is_watched=is_watched)
+        schedule.end_pass(needs_backward=is_watched)
+        assert schedule.live == (1,)
+    schedule.enter_backward(1)
+    assert not schedule.exit_backward(1, is_last=True)
+    assert line("end", schedule.end_backward()) == "end: free 1"
+
+
+@pytest.mark.parametrize("forget", ["end of backward", "reshard", "reset"])
 def test_what_may_have_an_unwatched_backward_is_spare_after_all(forget: str) -> None:
     schedule = UnshardSchedule()
     schedule.begin_pass()
@@ -126,8 +140,8 @@ def test_what_may_have_an_unwatched_backward_is_spare_after_all(forget: str) -> 
     schedule.exit_forward(1, needs_backward=False, is_watched=False)
     schedule.end_pass(needs_backward=False)
     assert schedule.live == (1,)
-    if forget == "next pass":
-        schedule.begin_pass()
+    if forget == "end of backward":
+        schedule.end_backward()
     else:
         _ = schedule.reshard(1) if forget == "reshard" else schedule.reset()
     assert not schedule.in_use(1)
