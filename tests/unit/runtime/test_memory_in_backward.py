@@ -183,13 +183,18 @@ def test_a_frozen_layer_whose_output_is_not_found_stays_unsharded() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:forward of")
-def test_an_unfound_output_without_a_backward_is_freed_by_the_next_forward() -> None:
-    model = unpacking(HiddenOutput)
-    model(torch.ones(2, 8))
-    assert model.layers[0].memory_stats()["unsharded_nbytes"] == 3 * 4 * 80
+def test_an_unfound_output_stays_unsharded_until_a_backward_has_ended() -> None:
+    """An evaluation may come before its backward."""
+    model, plain = unpacking(HiddenOutput), unpacking(Output)
+    losses = [each(torch.ones(2, 8)).sum() for each in (model, plain)]
     with torch.no_grad():
         model(torch.ones(2, 8))
+    assert model.layers[0].memory_stats()["unsharded_nbytes"] == 3 * 4 * 80
+    for loss in losses:
+        loss.backward()
     assert model.layers[0].memory_stats()["unsharded_nbytes"] == 0
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), other.grad.to_local())
 
 
 # --- graphs of gradients ------------------------------------------------------------------------
