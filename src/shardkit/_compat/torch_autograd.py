@@ -78,9 +78,9 @@ def _await_release(engine: Callable[..., Any], result: Tensor) -> None:
     that the caller has dropped are outputs of the graph, on one rank only: ranks then run different
     programs, whose collectives wait for each other. The thread begins a second run after it has let
     go of the first, and a run that accumulates gradients holds no results. Torch refuses such a run
-    inside of vmap.
+    inside of vmap, and where operators are recorded nothing has run.
     """
-    if torch_tensors.is_batched(result):
+    if torch_tensors.is_batched(result) or torch_tensors.is_recording_operators():
         return
     options = {"allow_unreachable": True, "accumulate_grad": True}
     with torch.inference_mode(mode=False), torch.enable_grad():

@@ -127,6 +127,11 @@ def inside_transforms(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_recording_operators() -> bool:
+    """Whether operators are recorded, as `make_fx` and torch's compiler do."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def is_batched(tensor: Any) -> bool:
     """Whether a tensor is a batch of tensors inside of a vmap, torch's older vmap included."""
     functorch: Any = torch._C._functorch
@@ -242,7 +247,6 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
     checkpoint: Any = torch.utils.checkpoint
     selective = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
     copying = torch.autograd.graph._CloneArgBeforeMutateMode
-    traces = torch._C._TorchDispatchModeKey.PROXY
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -256,7 +260,7 @@ def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         if any(isinstance(mode, copying) for mode in modes):
             raise StateError(_COPIES)
-        if any(getattr(mode, "_mode_key", None) is traces for mode in modes):
+        if is_recording_operators():
             raise StateError(_TRACED)
         if not any(isinstance(mode, selective) for mode in modes):
             return function(*args, **kwargs)
