@@ -116,6 +116,7 @@ def has_other_graphs() -> bool:
     Transforms of `torch.func` do, and the tangents of `torch.autograd.forward_ad`.
     """
     in_dual_level = forward_ad._current_level >= 0
+    # Not `in_function_transform`: each forward of a group asks twice, and a call takes time.
     return in_dual_level or torch._C._functorch.peek_interpreter_stack() is not None
 
 
