@@ -309,7 +309,7 @@ def test_an_empty_directory_is_nothing_to_lose(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x").mkdir()
     checkpoint.save(tmp_path / "x", step=1)
     assert checkpoint.load(tmp_path / "x") == {"step": 1}
-    with pytest.raises(CheckpointError, match="exists. Give each checkpoint a name of its own"):
+    with pytest.raises(CheckpointError, match=r"exists\. Give each checkpoint a name of its own"):
         checkpoint.save(tmp_path / "x", step=2)
     (tmp_path / "y").mkdir()
     checkpoint.async_save(tmp_path / "y", step=3).result()
