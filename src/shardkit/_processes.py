@@ -26,7 +26,7 @@ def boot_and_namespace() -> str:
     empty, for unknown, without Linux or /proc.
     """
     try:
-        text = f"{_BOOT.read_text()}{(_NAMESPACES / 'pid').readlink()}"
+        text = f"{_BOOT.read_text('utf-8')}{(_NAMESPACES / 'pid').readlink()}"
     except OSError:
         return ""
     with contextlib.suppress(OSError):  # Linux before 5.6 has none for time.

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import math
+import mmap
 import os
 import pathlib
 import resource
@@ -176,6 +177,16 @@ def test_a_file_that_is_replaced_stays_readable(tmp_path: pathlib.Path) -> None:
     assert_parts(file, tensors)
 
 
+def test_any_names_of_mapped_files(tmp_path: pathlib.Path) -> None:
+    """As of a data set, whose name need not be UTF-8; the system lists it with what is read."""
+    with open(os.fsencode(tmp_path) + b"/\xff \x85", "w+b") as mapped:  # noqa: PTH123 - bytes
+        mapped.write(b"x")
+        mapped.flush()
+        tensors = every_tensor()
+        with mmap.mmap(mapped.fileno(), 0):
+            assert_parts(FullFile(save_torch(tensors, tmp_path)), tensors)
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -200,8 +211,8 @@ def test_torch_reads_what_was_written_tensor_after_tensor(
                 writer.append(name, part)
     finally:
         torch.use_deterministic_algorithms(mode=False)
-    for mmap in (False, True):
-        assert_all_same(torch.load(path, weights_only=True, mmap=mmap), tensors)
+    for is_mapped in (False, True):
+        assert_all_same(torch.load(path, weights_only=True, mmap=is_mapped), tensors)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None, "its checksums are right"
     assert_parts(FullFile(path), tensors)

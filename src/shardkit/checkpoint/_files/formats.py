@@ -145,10 +145,10 @@ class TorchFile(_OpenFile):
         """Return where the mapped tensors lie in the file, from the system's list of mappings."""
         inode = os.fstat(self._fd).st_ino
         mapped = []
-        for line in Path("/proc/self/maps").read_text().splitlines():
+        for line in Path("/proc/self/maps").read_bytes().splitlines():  # Names may be any bytes.
             addresses, _, offset, _, number, *_ = line.split()
             if int(number) == inode:
-                begin, end = (int(address, 16) for address in addresses.split("-"))
+                begin, end = (int(address, 16) for address in addresses.split(b"-"))
                 mapped.append((begin, end, int(offset, 16)))
         places = {}
         for name, tensor in tensors.items():
