@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -312,9 +313,15 @@ def launch_command(context: typer.Context) -> None:
 
 
 def _show_anything() -> None:
-    """Print as escapes what a terminal cannot show: names, and what ranks write, are any bytes."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    """Print as escapes what a terminal cannot show: names, and what ranks write, are any bytes.
+
+    What goes to a stream that was closed before this process began is not shown.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
