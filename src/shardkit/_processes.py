@@ -6,11 +6,12 @@ import contextlib
 import os
 import resource
 import socket
+import subprocess
+import zlib
 from pathlib import Path
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACES = Path("/proc/self/ns")
-_START = 19  # Its place in `_fields`, in ticks since the host started.
+_PROCESSES = Path("/proc")
+_START = 19  # Place in /proc/PID/stat after the command, in ticks since the host started.
 
 
 def machine_id() -> str:
@@ -23,14 +24,16 @@ def boot_and_namespace() -> str:
 
     They also see the same start of each process (`start_of`), which depends on the namespace for
     time. Host names are not enough: clones and containers may all have the same one. The text is
-    empty, for unknown, without Linux or /proc.
+    empty, for unknown, if there is neither /proc nor macOS, which has no such namespaces.
     """
+    namespaces = _PROCESSES / "self/ns"
     try:
-        text = f"{_BOOT.read_text('utf-8')}{(_NAMESPACES / 'pid').readlink()}"
+        boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text("utf-8")
+        text = f"{boot}{(namespaces / 'pid').readlink()}"
     except OSError:
-        return ""
+        return _output_of("sysctl", "-n", "kern.bootsessionuuid")
     with contextlib.suppress(OSError):  # Linux before 5.6 has none for time.
-        text += str((_NAMESPACES / "time").readlink())
+        text += str((namespaces / "time").readlink())
     return text
 
 
@@ -43,26 +46,26 @@ def process_state(pid: int, start: str) -> str:
     """
     try:
         os.kill(pid, 0)
-        fields = _fields(pid)
+        state, found = _state_and_start(pid)
     except ProcessLookupError:
         return "gone"
-    except OSError:  # It is another user's process, or there is no /proc.
+    except OSError:  # It is another user's process, or the system shows none.
         return "silent"
-    if fields[0] in "ZXx" or (start and fields[_START] != start):
+    if state in "ZXx" or (start and found != start):
         return "gone"
-    return "stopped" if fields[0] in "Tt" else "busy"
+    return "stopped" if state in "Tt" else "busy"
 
 
 def start_of(pid: int) -> str:
     """Return when a process began, to tell it from later ones with its id; empty: it has ended.
 
-    Without /proc it is ``"0"`` for this process.
+    The text has digits only. It is ``"0"`` for this process if the system does not show it.
     """
     try:
-        fields = _fields(pid)
+        state, start = _state_and_start(pid)
     except OSError:
         return "0" if pid == os.getpid() else ""
-    return "" if fields[0] in "ZXx" else fields[_START]
+    return "" if state in "ZXx" else start
 
 
 def allow_open_files(pid: int, number: int) -> int:
@@ -82,7 +85,25 @@ def allow_open_files(pid: int, number: int) -> int:
     return most
 
 
-def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the command; the first is the state."""
-    content = Path(f"/proc/{pid}/stat").read_bytes()
-    return content.rpartition(b")")[2].decode().split()
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """Return the letter of a process's state, and when it began; raise `OSError` if unknown."""
+    if (_PROCESSES / "self").exists():
+        content = (_PROCESSES / str(pid) / "stat").read_bytes()
+        fields = content.rpartition(b")")[2].decode().split()
+        return fields[0], fields[_START]
+    shown = _output_of("ps", "-o", "state=", "-o", "lstart=", "-p", str(pid))
+    state, _, start = shown.partition(" ")
+    if not start:
+        msg = f"ps does not show process {pid}"
+        raise OSError(msg)
+    return state[0], str(zlib.crc32(start.strip().encode()))
+
+
+def _output_of(*command: str) -> str:
+    """Return what a program of macOS prints, the same for all processes; empty: it fails."""
+    environment = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
+    try:
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)  # noqa: S603 - fixed programs
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()

@@ -92,6 +92,7 @@ HEALTHY = RankFacts(
     local_world_size=1,
     host="node0",
     pid=1,
+    system="Linux",
     python="3.11.7",
     torch="2.13.0",
     shardkit="0.1.0",

@@ -476,13 +476,14 @@ def _host_lines(host: str, ranks: list[RankFacts]) -> list[str]:
     limits = ", ".join(
         f"{name} {'unlimited' if limit is None else limit}" for name, limit in facts.limits.items()
     )
+    build = f"torch {facts.torch} ({facts.build})"
     devices = ", ".join(dict.fromkeys(facts.devices)) or "none"
     shm = "none" if facts.shm_nbytes is None else shown_nbytes(facts.shm_nbytes)
     network = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
     addresses = ", ".join(facts.host_addresses) or "nothing"
     return [
         f"{host}: {ranks_in_words([each.rank for each in ranks])}",
-        f"  python {facts.python}, torch {facts.torch} ({facts.build}), shardkit {facts.shardkit}",
+        f"  {facts.system}, python {facts.python}, {build}, shardkit {facts.shardkit}",
         f"  devices: {len(facts.devices)} ({devices}), backends: {', '.join(facts.backends)}",
         f"  {facts.num_cores} cores, {facts.num_threads} threads a rank, /dev/shm {shm}, {limits}",
         f"  network: {network}; the name resolves to {addresses}",

@@ -65,6 +65,7 @@ class RankFacts:
     local_world_size: int
     host: str
     pid: int
+    system: str  # ``"Linux"``, ``"Darwin"`` (macOS).
     python: str  # Version; also `torch`, `shardkit`, and `torch_xla`, which may be missing.
     torch: str
     shardkit: str
@@ -78,7 +79,7 @@ class RankFacts:
     interfaces: dict[str, str]  # Address of each network interface, IPv4 if it has one, by name.
     address: str  # Address of the interface towards rank 0's host.
     port: int  # Port where it answers other ranks.
-    shm_nbytes: int | None  # Size of shared memory; None: there is none.
+    shm_nbytes: int | None  # Size of shared memory; None: there is no folder for it.
     shm_free_nbytes: int | None  # Free part of it.
     # Soft limits: ``memlock`` in bytes, ``nofile``, ``nproc``; None: no limit.
     limits: dict[str, int | None]
@@ -335,6 +336,7 @@ class Machine:
         matrix = torch.ones(_PRODUCT, _PRODUCT)
         cards = len([*Path("/dev").glob("nvidia[0-9]*")]) or int(Path("/dev/kfd").exists())
         return {
+            "system": platform.system(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "shardkit": str(getattr(sys.modules.get("shardkit"), "__version__", None)),
@@ -352,7 +354,7 @@ class Machine:
             "shm_free_nbytes": None if shm is None else shm.free,
             "limits": {name: _limit(name) for name in ("memlock", "nofile", "nproc")},
             "has_infiniband": infiniband.is_dir() and any(infiniband.iterdir()),
-            "num_cores": min(len(os.sched_getaffinity(0)), cores_of_quota()),
+            "num_cores": min(_num_own_cores(), cores_of_quota()),
             "num_threads": torch.get_num_threads(),
             "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
             "compute_s": min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=_REPEATS)),
@@ -423,6 +425,12 @@ def _devices() -> dict[str, Any]:
         "devices": [str(name(number)) for number in numbers],
         "device_ids": [str(each) for each in ids if each is not None],
     }
+
+
+def _num_own_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # On macOS no process is bound to cores.
 
 
 def cores_of_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> float:

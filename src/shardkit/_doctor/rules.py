@@ -92,11 +92,12 @@ def _system(f: RankFacts) -> Iterator[Finding]:
     """Yield problems of shared memory and of threads."""
     warning = functools.partial(Finding, level="warning", where=f.host)
     if f.shm_nbytes is None or f.shm_free_nbytes is None:
-        yield warning(
-            check="no-shm",
-            what="there is no /dev/shm: loaders with workers and NCCL within a host need it",
-            remedy="mount it: mount -t tmpfs tmpfs /dev/shm",
-        )
+        if f.system == "Linux":
+            yield warning(
+                check="no-shm",
+                what="there is no /dev/shm: loaders with workers and NCCL within a host need it",
+                remedy="mount it: mount -t tmpfs tmpfs /dev/shm",
+            )
     elif f.shm_free_nbytes < min(_LEAST_FREE_SHM * f.local_world_size, f.shm_nbytes // 2):
         yield Finding(
             check="shm-full",

@@ -34,6 +34,7 @@ from shardkit.checkpoint._files.disk import (
     nested,
     open_regular,
     reading,
+    refuse_url,
 )
 from shardkit.checkpoint._files.formats import Format, FullFile, FullWriter
 from shardkit.checkpoint._local import RankFiles, open_rank_files
@@ -144,6 +145,7 @@ def open_checkpoint(
     source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
 ) -> DistributedCheckpoint | RankFiles | FullFile:
     """Open the checkpoint under a path or prefix, whatever its kind."""
+    refuse_url(source)
     with reading(source):
         path = Path(source)
         if (path / METADATA_FILE).exists():

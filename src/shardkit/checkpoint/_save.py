@@ -529,9 +529,10 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
         model: Module, sharded or not.
         optimizer: One optimizer or several, each with parameters of its own.
         keep_last: Number of checkpoints to keep. Once this one is complete, the older ones beside
-            it are deleted, and so are leftovers of killed runs. Damaged ones do not count. The
-            directory should then belong to one run only, and to one `process_group`.
-        overwrite: Permission to replace a checkpoint of this name.
+            it are deleted, and so are leftovers of killed runs. Damaged ones do not count, and
+            what a link in the same directory leads to (``best``) stays. The directory should then
+            belong to one run only, and to one `process_group`.
+        overwrite: Permission to replace a checkpoint of this name. An empty directory needs none.
         process_group: The ranks that save; default: all. The first of them in rank order does the
             work that is done once for all. Stages of a pipeline hold different models. They save
             all together if each parameter has a name of its own; otherwise each stage needs its own

@@ -24,7 +24,7 @@ import shardkit
 from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
 from shardkit._processes import start_of
-from shardkit.checkpoint._consolidate import verify
+from shardkit.checkpoint._consolidate import describe, verify
 from shardkit.checkpoint._dcp import directory, writer
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files import disk, formats
@@ -294,6 +294,28 @@ def test_links_are_other_names(tmp_path: pathlib.Path) -> None:
     assert checkpoint.load(tmp_path / "2") == {"step": 2}
 
 
+def test_what_a_link_leads_to_is_kept(tmp_path: pathlib.Path) -> None:
+    """A link beside the checkpoints names the one that is not to be lost."""
+    for step in range(4):
+        checkpoint.save(tmp_path / f"{step}", step=step, keep_last=2)
+        if step == 0:
+            (tmp_path / "best").symlink_to("0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "3", "best"]
+    assert checkpoint.load(tmp_path / "best") == {"step": 0}
+
+
+def test_an_empty_directory_is_nothing_to_lose(tmp_path: pathlib.Path) -> None:
+    """Scripts make the directory first, as other libraries want it."""
+    (tmp_path / "x").mkdir()
+    checkpoint.save(tmp_path / "x", step=1)
+    assert checkpoint.load(tmp_path / "x") == {"step": 1}
+    with pytest.raises(CheckpointError, match=r"exists\. Give each checkpoint a name of its own"):
+        checkpoint.save(tmp_path / "x", step=2)
+    (tmp_path / "y").mkdir()
+    checkpoint.async_save(tmp_path / "y", step=3).result()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
+
+
 def test_what_latest_is_not_for(tmp_path: pathlib.Path) -> None:
     path = checkpoint.save(tmp_path / "x", step=1)
     with pytest.raises(CheckpointError, match="is a checkpoint itself"):
@@ -360,9 +382,12 @@ def test_urls_are_no_paths(
         lambda: checkpoint.load(url),
         lambda: checkpoint.latest(url),
         lambda: checkpoint.consolidate(plain, url),
+        lambda: checkpoint.consolidate(url, plain),
+        lambda: describe(url),
     ):
         with pytest.raises(CheckpointError, match=r"is a URL, .* Mount the storage"):
             act()
+    assert "is a URL" in verify(url).problems[0]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert checkpoint.latest("a:b/c") is None
 

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import math
-import mmap
 import os
 import pathlib
 import resource
@@ -177,14 +176,37 @@ def test_a_file_that_is_replaced_stays_readable(tmp_path: pathlib.Path) -> None:
     assert_parts(file, tensors)
 
 
-def test_any_names_of_mapped_files(tmp_path: pathlib.Path) -> None:
-    """As of a data set, whose name need not be UTF-8; the system lists it with what is read."""
-    with open(os.fsencode(tmp_path) + b"/\xff \x85", "w+b") as mapped:  # noqa: PTH123 - bytes
-        mapped.write(b"x")
-        mapped.flush()
-        tensors = every_tensor()
-        with mmap.mmap(mapped.fileno(), 0):
-            assert_parts(FullFile(save_torch(tensors, tmp_path)), tensors)
+def test_a_file_that_is_replaced_while_it_is_opened(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its places would be those of the old file, and its names those of the new one."""
+    path = save_torch(tensors := every_tensor(), tmp_path)
+    real = torch.load
+
+    def load_another(*args: typing.Any, **options: typing.Any) -> typing.Any:
+        (tmp_path / "new").write_bytes(path.read_bytes())
+        (tmp_path / "new").replace(path)
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "load", load_another)
+    with pytest.raises(CheckpointError, match="was replaced while it was opened"):
+        FullFile(path)
+    monkeypatch.undo()
+    assert_parts(FullFile(path), tensors)
+
+
+@pytest.mark.parametrize("begins", ["before", "after"])
+def test_a_file_with_entries_that_torch_does_not_write(tmp_path: pathlib.Path, begins: str) -> None:
+    """Where its tensors lie is not known, so none is read from a wrong place."""
+    path = save_torch({"x": torch.arange(4.0)}, tmp_path)
+    with zipfile.ZipFile(path) as old:
+        entries = [(info.filename, old.read(info)) for info in old.infolist()]
+    entries.insert(0 if begins == "before" else len(entries), ("model/data/1", bytes(16)))
+    with zipfile.ZipFile(path, "w") as new:
+        for name, content in entries:
+            new.writestr(name, content)
+    with pytest.raises(CheckpointError, match=r"or torch\.save did not write it"):
+        FullFile(path)
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -211,8 +233,8 @@ def test_torch_reads_what_was_written_tensor_after_tensor(
                 writer.append(name, part)
     finally:
         torch.use_deterministic_algorithms(mode=False)
-    for is_mapped in (False, True):
-        assert_all_same(torch.load(path, weights_only=True, mmap=is_mapped), tensors)
+    for mmap in (False, True):
+        assert_all_same(torch.load(path, weights_only=True, mmap=mmap), tensors)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None, "its checksums are right"
     assert_parts(FullFile(path), tensors)

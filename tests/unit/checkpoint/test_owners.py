@@ -17,7 +17,7 @@ def test_where_the_boot_is_not_known_nobody_is_judged_by_a_process_id(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Containers may have one host name, and process ids of their own."""
-    monkeypatch.setattr(_processes, "_BOOT", tmp_path / "missing")
+    monkeypatch.setattr(_processes, "_PROCESSES", tmp_path / "missing")
     aside = disk.new_aside(tmp_path / "checkpoint", ".incomplete")
     found = disk.parse_aside(aside)
     assert found is not None

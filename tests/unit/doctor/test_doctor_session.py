@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from machines import FakeMachine, has_ipv6
 
+from shardkit._doctor import facts
 from shardkit._doctor.command import (
     Answerer,
     NoStoreError,
@@ -259,6 +261,14 @@ def test_a_container_has_the_cores_of_its_quota(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cores_of_quota(tmp_path, own) == cores
+
+
+def test_cores_where_processes_are_bound_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(facts, "cores_of_quota", lambda: math.inf)
+    assert Machine().facts()["num_cores"] == 3
 
 
 def test_ranks_answer_over_both_kinds_of_addresses() -> None:

@@ -249,6 +249,11 @@ def test_the_empty_shared_memory_of_a_container_is_small_and_not_full() -> None:
     assert [each.check for each in examine(checkup(group(1, **full)))] == ["shm-full"]
 
 
+def test_shared_memory_of_other_systems_is_no_folder() -> None:
+    none = {"shm_nbytes": None, "shm_free_nbytes": None}
+    assert examine(checkup(group(1, system="Darwin", **none))) == []
+
+
 def test_a_collective_that_failed_is_named_once_with_its_ranks() -> None:
     failed = [dataclasses.replace(t, seconds=None, error="timed out") for t in timings_of(3)]
     [finding] = examine(checkup(group(3), timings=failed))

@@ -362,12 +362,14 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
 def check_free(path: Path, *, overwrite: bool) -> None:
     """Raise if a checkpoint may not be given this name.
 
-    A damaged checkpoint may be replaced: a run that resumes from an older one saves it again.
+    A damaged checkpoint may be replaced: a run that resumes from an older one saves it again. So
+    may an empty directory, which a script has made for the checkpoint.
     """
     refuse_texts(CheckpointError, overwrite=overwrite)
     if not os.path.lexists(path):
         return
-    if not overwrite and not ((path / MANIFEST_FILE).exists() and _damage(path)):
+    may_replace = overwrite or is_empty(path)
+    if not may_replace and not ((path / MANIFEST_FILE).exists() and _damage(path)):
         msg = (
             f"{path} exists. Give each checkpoint a name of its own, such as 'step-1000', or "
             f"replace it by overwrite=True."
@@ -388,6 +390,14 @@ def check_free(path: Path, *, overwrite: bool) -> None:
             raise CheckpointError(msg)
 
     again_if_replaced(path, look)
+
+
+def is_empty(path: Path) -> bool:
+    """Whether a path is a directory without entries."""
+    try:
+        return not os.listdir(path)  # noqa: PTH208 - as in `check_free`
+    except OSError:
+        return False
 
 
 def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp, mine: Stamp) -> None:
@@ -499,7 +509,8 @@ def prune(path: Path, keep_last: int) -> None:
     """Delete the older checkpoints beside a new one, except the newest, and leftovers.
 
     Newer checkpoints stay: two jobs that prune at once do not delete each other's last one. A
-    damaged one, which `latest` passes over, does not count: the good ones before it stay.
+    damaged one, which `latest` passes over, does not count: the good ones before it stay. What a
+    link in the same directory leads to, such as ``best``, is not deleted.
 
     Cost: reads the manifests and `.metadata` of those that stay.
     """
@@ -515,10 +526,13 @@ def _prune(path: Path, keep_last: int) -> None:
     except (OSError, CheckpointError):  # Another job has deleted it, or is replacing it.
         own_sequence = 0
     num_good = 1
-    for other, header in _newest_first(headers(path.parent)):
-        if other == path or other.is_symlink():  # A user's link to a checkpoint.
+    found = _newest_first(headers(path.parent))
+    linked = {other.resolve() for other, _ in found if other.is_symlink()}
+    for other, header in found:
+        if other == path or other.is_symlink():
             continue
-        if num_good < keep_last or header.sequence >= own_sequence:
+        is_newer = header.sequence >= own_sequence
+        if num_good < keep_last or is_newer or other.resolve() in linked:
             num_good += not problem(other)
             continue
         with _warning(other):

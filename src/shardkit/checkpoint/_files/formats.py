@@ -16,13 +16,13 @@ import sys
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
 from shardkit._params.state_dicts import holds_sharded
@@ -105,7 +105,8 @@ class TorchFile(_OpenFile):
     def __init__(self, path: Path, key: str | None = None) -> None:
         super().__init__(path)
         self._key = key
-        entries, self.beside = self._find(_load(path))
+        loaded, storages = _load(path)
+        entries, self.beside = self._find(loaded)
         unnamed = [n for n, v in entries.items() if isinstance(v, Tensor) and type(n) is not str]
         if unnamed:
             msg = f"{path} has tensors under {unnamed[0]!r}, which is no name. Save a state dict."
@@ -113,7 +114,7 @@ class TorchFile(_OpenFile):
         tensors = {name: v.detach() for name, v in entries.items() if isinstance(v, Tensor)}
         self.others = {n: v for n, v in entries.items() if n not in tensors}
         self.infos = {name: self._describe(name, v) for name, v in tensors.items()}
-        self._places = self._locate(tensors)
+        self._places = self._locate(tensors, storages)
         first: dict[tuple[_ZipEntry, TensorInfo], str] = {}
         for name, place in self._places.items():
             of = first.setdefault((place, self.infos[name]), name)
@@ -141,26 +142,31 @@ class TorchFile(_OpenFile):
         if place.is_neg:
             out.neg_()
 
-    def _locate(self, tensors: Mapping[str, Tensor]) -> dict[str, _ZipEntry]:
-        """Return where the mapped tensors lie in the file, from the system's list of mappings."""
-        inode = os.fstat(self._fd).st_ino
-        mapped = []
-        for line in Path("/proc/self/maps").read_bytes().splitlines():  # Names may be any bytes.
-            addresses, _, offset, _, number, *_ = line.split()
-            if int(number) == inode:
-                begin, end = (int(address, 16) for address in addresses.split(b"-"))
-                mapped.append((begin, end, int(offset, 16)))
+    def _locate(
+        self, tensors: Mapping[str, Tensor], storages: Sequence[UntypedStorage]
+    ) -> dict[str, _ZipEntry]:
+        """Return where the mapped tensors lie in the file; `storages` are all that it holds."""
+        with open(self._fd, "rb", closefd=False) as file:
+            entries = [(entry.begin, entry.nbytes) for entry in storage_entries(file)]
+        # The file is mapped as a whole, so its storages have the order of its entries.
+        mapped = sorted((each.data_ptr(), each.nbytes()) for each in storages if each.nbytes())
+        entries = sorted((begin, nbytes) for begin, nbytes in entries if nbytes)
+        start = mapped[0][0] - entries[0][0] if mapped and entries else 0  # Address of the file.
+        is_mapped = [(begin + start, nbytes) for begin, nbytes in entries] == mapped
+        whole = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
+        is_mapped &= addresses <= {address for address, _ in mapped}
+        if not is_mapped or not os.path.samestat(os.fstat(self._fd), self.path.stat()):
+            msg = (
+                f"{self.path} was replaced while it was opened, or torch.save did not write it. "
+                f"Read it again, or load it and save it by torch.save."
+            )
+            raise CheckpointError(msg)
         places = {}
-        for name, tensor in tensors.items():
-            if tensor.numel() == 0:
-                continue
-            address = tensor.data_ptr()
-            found = [address - b + offset for b, e, offset in mapped if b <= address < e]
-            if not found:
-                msg = f"{self.path} was replaced while it was opened. Read it again."
-                raise CheckpointError(msg)
+        for name, tensor in whole.items():
             strides = None if tensor.is_contiguous() else tensor.stride()
-            places[name] = _ZipEntry(found[0], strides, tensor.is_conj(), tensor.is_neg())
+            offset = tensor.data_ptr() - start
+            places[name] = _ZipEntry(offset, strides, tensor.is_conj(), tensor.is_neg())
         return places
 
     def _find(self, loaded: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -195,10 +201,18 @@ class TorchFile(_OpenFile):
         return TensorInfo.of(tensor)
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> tuple[Any, list[UntypedStorage]]:
+    """Return what a file holds, and all of its storages."""
+    storages: list[UntypedStorage] = []
+
+    def keep_on_host(storage: Any, location: str) -> Any:
+        del location
+        storages.append(storage)
+        return storage
+
     try:
         _check_byte_order(path)
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        loaded = torch.load(path, map_location=keep_on_host, mmap=True, weights_only=True)
     except (MeshError, ShardedTensorError) as error:
         raise _sharded_error(path) from error
     except pickle.UnpicklingError as error:
@@ -216,7 +230,7 @@ def _load(path: Path) -> Any:
     # Loading succeeds if this process has a mesh of the same shape, even for another purpose.
     if holds_sharded(loaded):
         raise _sharded_error(path)
-    return loaded
+    return loaded, storages
 
 
 def _sharded_error(path: Path) -> CheckpointError:
@@ -292,7 +306,7 @@ _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.qui
 def without_memory(info: TensorInfo) -> Tensor:
     """Return a contiguous tensor whose memory is never touched, so that it takes none."""
     # torch.empty would fill it if deterministic algorithms are on.
-    storage = torch.UntypedStorage(info.nbytes, device="cpu")
+    storage = UntypedStorage(info.nbytes, device="cpu")
     empty = torch.empty(0, dtype=info.dtype, device="cpu")
     return empty.set_(storage, 0, info.shape, info.strides)
 
@@ -386,7 +400,7 @@ def storage_entries(file: IO[bytes]) -> list[Extent]:
             elif item.file_size:
                 crc_places.append(begin + item.file_size + _DESCRIPTOR_CRC)
             found[int(name)] = Extent(begin, item.file_size, tuple(crc_places))
-    return [found[i] for i in range(len(found))]
+    return [found[key] for key in sorted(found)]
 
 
 class _Frame:
