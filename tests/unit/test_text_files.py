@@ -18,6 +18,9 @@ def lacks_encoding(call: ast.Call) -> bool:
         given = {mode.value for mode in modes if isinstance(mode, ast.Constant)}
         is_text = any(set(str(mode)) <= set("rwxat+") for mode in given)
         return is_text and all(each.arg != "encoding" for each in call.keywords)
+    if ast.unparse(call.func).startswith("subprocess."):
+        given = {each.arg for each in call.keywords}
+        return bool(given & {"text", "universal_newlines"}) and "encoding" not in given
     place = PLACES.get(name)
     return place is not None and len(call.args) <= place and not call.keywords
 
