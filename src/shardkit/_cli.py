@@ -99,6 +99,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
+        _show_anything()
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -227,7 +228,6 @@ def inspect_command(
     ckpt_suffix: _Suffix = DEFAULT_SUFFIX,
 ) -> None:
     """Show names, shapes, dtypes, sizes, the step, and which files hold what."""
-    _show_anything()
     found = describe(source, ckpt_suffix)
     if as_json:
         print(json.dumps({"source": source, **dataclasses.asdict(found)}, indent=2))
@@ -259,7 +259,6 @@ def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> No
     It exits with 1 if something is wrong, and with 3 if nothing is wrong but some data has no
     checksums.
     """
-    _show_anything()
     found = verify(source, ckpt_suffix)
     for line in (*found.problems, *found.unverified):
         print(line, file=sys.stderr)
@@ -308,7 +307,6 @@ def launch_command(context: typer.Context) -> None:
 
         python -m shardkit launch --config fsdp.yaml --max-restarts 3 train.py --lr 1e-3
     """
-    _show_anything()
     raise typer.Exit(launch(context.args))
 
 
