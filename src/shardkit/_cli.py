@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -98,6 +99,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
+        _show_anything()
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -226,7 +228,6 @@ def inspect_command(
     ckpt_suffix: _Suffix = DEFAULT_SUFFIX,
 ) -> None:
     """Show names, shapes, dtypes, sizes, the step, and which files hold what."""
-    _show_anything()
     found = describe(source, ckpt_suffix)
     if as_json:
         print(json.dumps({"source": source, **dataclasses.asdict(found)}, indent=2))
@@ -258,7 +259,6 @@ def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> No
     It exits with 1 if something is wrong, and with 3 if nothing is wrong but some data has no
     checksums.
     """
-    _show_anything()
     found = verify(source, ckpt_suffix)
     for line in (*found.problems, *found.unverified):
         print(line, file=sys.stderr)
@@ -307,14 +307,19 @@ def launch_command(context: typer.Context) -> None:
 
         python -m shardkit launch --config fsdp.yaml --max-restarts 3 train.py --lr 1e-3
     """
-    _show_anything()
     raise typer.Exit(launch(context.args))
 
 
 def _show_anything() -> None:
-    """Print as escapes what a terminal cannot show: names, and what ranks write, are any bytes."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    """Print as escapes what a terminal cannot show: names, and what ranks write, are any bytes.
+
+    What goes to a stream that was closed before this process began is not shown.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -231,6 +231,24 @@ def rebuild_in_process(
     return SavedPiece(*saved)
 
 
+def mesh_of_restored(param: Any) -> DeviceMesh:
+    """Return the mesh of a parameter whose module was unpickled.
+
+    Raises:
+        MeshError: This process has no such mesh.
+    """
+    if isinstance(param, SavedPiece):
+        msg = (
+            f"a module that holds sharded {param.described[-1]!r} was sent to a process that has "
+            f"no mesh like the one it is sharded over. If it was in a dataset, which workers of a "
+            f"loader get by 'spawn' or 'forkserver', give the dataset what it needs of the model "
+            f"(a config, full_tensor()), or start workers by 'fork'."
+        )
+        raise MeshError(msg)
+    mesh: DeviceMesh = param.spec.mesh
+    return mesh
+
+
 class Pickled:
     """Record of pickles in this process, without those for other processes of this machine."""
 

@@ -28,7 +28,7 @@ def boot_and_namespace() -> str:
     """
     namespaces = _PROCESSES / "self/ns"
     try:
-        boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text()
+        boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text("utf-8")
         text = f"{boot}{(namespaces / 'pid').readlink()}"
     except OSError:
         return _output_of("sysctl", "-n", "kern.bootsessionuuid")
@@ -103,7 +103,9 @@ def _output_of(*command: str) -> str:
     """Return what a program of macOS prints, the same for all processes; empty: it fails."""
     environment = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
     try:
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)  # noqa: S603 - fixed programs
+        found = subprocess.run(  # noqa: S603 - fixed programs
+            command, env=environment, capture_output=True, encoding="utf-8", check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return found.stdout.strip()

@@ -126,6 +126,24 @@ def test_a_run_goes_on_without_its_terminal(tmp_path: pathlib.Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_begins_without_an_output(tmp_path: pathlib.Path) -> None:
+    """As where a service closes its streams; Python has none then."""
+    script = tmp_path / "alone.py"
+    script.write_text(_ALONE)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "shardkit", "launch", script],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] three" in done.stderr
+
+
 _WAITING = """
 import fcntl, os, sys, time
 

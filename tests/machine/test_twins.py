@@ -38,7 +38,7 @@ NUM_DRAWN = 100 if NUM_EXAMPLES else 8
 """Sequences that are drawn without hypothesis; a defect must be found in one of them."""
 MESHES = [(2,), (2, 2)]
 if NUM_EXAMPLES:
-    MESHES += [(1,), (4,)]
+    MESHES += [(1,), (3,), (4,), (2, 3)]
 
 
 def machine(spawn: Spawn, shape: tuple[int, ...], *args: object) -> type[RuleBasedStateMachine]:

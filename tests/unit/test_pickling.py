@@ -374,6 +374,19 @@ def test_without_the_mesh_pieces_can_be_written_to_a_checkpoint() -> None:
     assert num_items > 0
 
 
+def test_without_the_mesh_a_model_is_refused() -> None:
+    """As in a loader's worker that is not forked, whose dataset holds the model."""
+    mesh, _ = recording_mesh((3,), rank=1)
+    bytes_of_model = bytes(ForkingPickler.dumps([make(mesh)]))
+    assert isinstance(pickle.loads(bytes_of_model)[0], FSDPModule)
+    mesh, _ = recording_mesh((3,), rank=1)
+    bytes_of_model = bytes(ForkingPickler.dumps([make(mesh)]))
+    del mesh
+    gc.collect()  # The mesh is gone, as it is in another process.
+    with pytest.raises(MeshError, match=r"sharded 'weight' was sent to a process that has no mesh"):
+        pickle.loads(bytes_of_model)
+
+
 def test_where_the_mesh_is_pieces_are_sharded_tensors() -> None:
     mesh, _ = recording_mesh((2, 3), rank=4)
     for name, value in make(mesh).state_dict().items():

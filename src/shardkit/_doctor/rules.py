@@ -7,7 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from shardkit._doctor.facts import Checkup, Finding, Link, RankFacts, ranks_in_words
-from shardkit._text import release_of
+from shardkit._text import counted, release_of
 from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
@@ -118,9 +118,11 @@ def _system(f: RankFacts) -> Iterator[Finding]:
     if f.local_world_size > 1 and f.num_threads * f.local_world_size > 2 * f.num_cores:
         yield warning(
             check="threads",
-            what=f"{f.local_world_size} ranks with {f.num_threads} threads each share "
+            what=f"{f.local_world_size} ranks with {counted(f.num_threads, 'threads')} each share "
             f"{f.num_cores} cores",
-            remedy=f"OMP_NUM_THREADS={max(1, f.num_cores // f.local_world_size)}",
+            remedy=f"OMP_NUM_THREADS={max(1, f.num_cores // f.local_world_size)}"
+            if f.num_threads > 1
+            else "start fewer ranks on this host: --nproc-per-node",
         )
 
 

@@ -18,6 +18,7 @@ from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild, restore
 from shardkit._params.sites import ParamEntry
 from shardkit._params.state_dicts import install_hooks
+from shardkit._pickling import mesh_of_restored
 from shardkit._runtime.events import ForwardRecord, GradHooks
 from shardkit._settings import GroupSettings, MixedPrecisionPolicy, OffloadPolicy, watch_settings
 from shardkit._tensor.sharded import user_attributes
@@ -651,7 +652,7 @@ class ParamGroup:
             return
         del self.__dict__["num_restored"]
         written: Any = self.buckets
-        meshes = [entries[0].param.spec.mesh for entries, *_ in written]
+        meshes = [mesh_of_restored(entries[0].param) for entries, *_ in written]
         self.mesh = max(meshes, key=lambda mesh: mesh.size())
         self._take_buckets(
             [

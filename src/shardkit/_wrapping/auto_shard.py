@@ -194,7 +194,7 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
     plan = ShardPlan(
         model, shard_mesh, planned, strategy=chosen, prepare=prepare, init_fn=param_init_fn
     )
-    if verbose and shard_mesh.rank == shard_mesh.ranks[0]:
+    if verbose and shard_mesh.rank == shard_mesh.ranks[0] and sys.stdout is not None:
         sys.stdout.write(f"{plan}\n")
     if apply:
         plan.apply()

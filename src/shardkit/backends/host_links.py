@@ -124,7 +124,7 @@ def _let_siblings_read() -> None:
     named: any process would be a descendant.
     """
     with contextlib.suppress(OSError):
-        if _PTRACE_SCOPE.read_text().strip() == _ONLY_DESCENDANTS and os.getppid() != _INIT:
+        if _PTRACE_SCOPE.read_text("utf-8").strip() == _ONLY_DESCENDANTS and os.getppid() != _INIT:
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 

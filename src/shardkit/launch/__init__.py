@@ -365,7 +365,7 @@ def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
 def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
     """Return the failure in a rank's file; None if the rank was ended while it wrote."""
     try:
-        content = json.loads(file.read_text())["message"]
+        content = json.loads(file.read_text("utf-8"))["message"]
     except ValueError:
         return None
     # The time in the file has only whole seconds.

@@ -107,6 +107,18 @@ def test_what_is_wrong_with_one_machine_is_found_there(check: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_threads", "remedy"), [(64, "OMP_NUM_THREADS=8"), (1, "start fewer ranks on this host")]
+)
+def test_a_remedy_is_not_what_is_there(num_threads: int, remedy: str) -> None:
+    """Ranks with a thread each have no fewer."""
+    num_ranks = 64 // 8 if num_threads > 1 else 64 * 3
+    fields = {"local_world_size": num_ranks, "devices": ["H200"] * num_ranks}
+    found = examine(checkup(group(1, **fields, num_threads=num_threads)))
+    [finding] = [finding for finding in found if finding.check == "threads"]
+    assert finding.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
     ("text", "is_known"),
     [("eth0", True), ("eth0,lo", True), ("eth", False), ("eth0,ib0", False), ("^lo", False)],
 )

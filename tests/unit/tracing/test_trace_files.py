@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import json
 import re
+import sys
 import typing
 from array import array
 
@@ -208,6 +209,16 @@ def test_a_png_is_drawn_where_it_is_asked_for(folder: pathlib.Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(folder), "--png", "--step", "3"])
     assert result.exit_code == 0, result.output
     assert (folder / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_files_are_written_without_an_output(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has none in a process that began without."""
+    monkeypatch.setattr(sys, "stdout", None)
+    app(["trace", str(folder)], standalone_mode=False)
+    sys.stdout.close()
+    assert (folder / "trace.html").exists()
 
 
 def test_a_step_that_is_not_there_is_refused(folder: pathlib.Path) -> None:

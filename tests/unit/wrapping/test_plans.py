@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import typing
 
 import pytest
@@ -396,6 +397,13 @@ def test_it_is_printed_by_the_first_rank(capsys: pytest.CaptureFixture[str]) -> 
         plan = auto_shard(Stack(), mesh, Block, verbose=True)
         assert capsys.readouterr().out == ("" if rank else f"{plan}\n")
         assert repr(plan) == "<ShardPlan of 4 groups on (4,) ranks, applied>"
+
+
+def test_it_needs_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has none in a process that began without."""
+    monkeypatch.setattr(sys, "stdout", None)
+    mesh, _ = recording_mesh((4,), rank=0)
+    auto_shard(Stack(), mesh, Block, verbose=True)
 
 
 def test_all_ranks_plan_the_same() -> None:

@@ -244,7 +244,7 @@ def register(run: RankFile) -> Path | None:
     running()
     path = own / f"{run.name}-{run.rank}.run"
     try:
-        path.write_text(to_text(run))
+        path.write_text(to_text(run), "utf-8")
     except OSError:
         return None
     return path
@@ -287,7 +287,9 @@ def keep_diagnosis(
         return
     content = {"text": text, "answers": [status.dump() for status in statuses], "at": time.time()}
     with contextlib.suppress(OSError):
-        with (own / f"{name}.diagnosis").open("w" if of_all_ranks else "x") as file:
+        with (own / f"{name}.diagnosis").open(
+            "w" if of_all_ranks else "x", encoding="utf-8"
+        ) as file:
             json.dump(content, file)
         for old in _diagnoses()[_MAX_DIAGNOSES:]:
             old.unlink()
@@ -324,7 +326,7 @@ def _read(path: Path) -> str:
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_NBYTES:
         msg = f"{path} is no file of a run"
         raise OSError(msg)
-    return path.read_text()
+    return path.read_text("utf-8")
 
 
 def _diagnoses() -> list[Path]:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit._compat import torch_groups
+from shardkit._compat.once import wrap
 from shardkit._errors import RankMismatchError, StateError, warn_user
 from shardkit._processes import allow_open_files, machine_id, start_of
 from shardkit._settings import watch_settings
@@ -966,6 +967,7 @@ def _at_start() -> None:
     atexit.register(_say_goodbye, os.getpid())
     if multiprocessing.parent_process() is not None:  # Forked ones may end without `atexit`.
         Finalize(None, _say_goodbye, (os.getpid(),), exitpriority=0)
+        wrap(traceback, "print_exc", _note_printed)
     hook = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -974,6 +976,19 @@ def _at_start() -> None:
         hook(kind, error, trace)
 
     sys.excepthook = tell
+
+
+def _note_printed(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Note an exception that ends a process of multiprocessing, which prints it.
+
+    From Python 3.13 on it has been handled when `_say_goodbye` is called.
+    """
+    error = sys.exception()
+    if error is not None and error.__traceback__ is not None and _current is not None:
+        catcher = error.__traceback__.tb_frame.f_globals.get("__name__")
+        if catcher == "multiprocessing.process":
+            _current.note_end(error)
+    original(*args, **kwargs)
 
 
 def _end_with_group(pid: int) -> None:
