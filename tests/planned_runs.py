@@ -337,6 +337,7 @@ CASES: dict[str, Case] = {
     "rows and columns": Case(Mlp, _few_rows, optimizer=_by_lists),
     "averages": Case(Mlp, _few_rows, optimizer=torch.optim.ASGD),
     "matrices": Case(Mlp, _few_rows, optimizer=_muon),
+    "matrices, three ranks": Case(Mlp, _few_rows, (3,), optimizer=_muon),
     "matrices of all ranks": Case(Mlp, _few_rows, optimizer=_plain_muon),
     "tensor parallel": SplitCase(Mlp, _rows, (4,)),
     "offloaded": Case(Mlp, _rows, options={"offload_policy": CPUOffloadPolicy()}),

@@ -345,6 +345,7 @@ class _Exchange:
         receive_nbytes = [sum(numel for _, numel in from_one) * itemsize for from_one in gets]
         total_nbytes = itemsize * sum(group.params[index].numel() for index in indices)
         self._dtype = like.dtype
+        self._send = buffer  # Engines hold it until then, too; those of a plan do not.
         self._receive = like.new_empty(sum(receive_nbytes), dtype=torch.uint8)
         self._handle = group.axis.start_all_to_all(
             AllToAll(buffer, self._receive, send_nbytes, receive_nbytes, total_nbytes, of)
@@ -355,6 +356,7 @@ class _Exchange:
         if not self._gets:
             return
         self._handle.wait()
+        del self._send
         flat, at = self._receive.view(self._dtype), 0
         for member, from_one in enumerate(self._gets):
             for index, numel in from_one:
