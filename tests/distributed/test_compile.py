@@ -28,7 +28,7 @@ from reference import (
     my_batch,
     shard,
 )
-from shardkit import MixedPrecisionPolicy, StateError, fully_shard
+from shardkit import MixedPrecisionPolicy, StateError, checkpoint_activations, fully_shard
 from workers import Spawn, on_ranks
 
 pytestmark = pytest.mark.helpers
@@ -199,6 +199,79 @@ def train_compiled_in_bf16() -> tuple[bool, dict[str, int]]:
 def test_compiled_layers_in_mixed_precision_are_exact(spawn: Spawn) -> None:
     found = spawn(train_compiled_in_bf16, 2, timeout_s=TIMEOUT_S)
     assert found == [(True, {"graphs": 1})] * 2
+
+
+@pytest.mark.parametrize("order", ["checkpointed first", "compiled first"])
+@pytest.mark.parametrize("operators", [None, "matmuls", "every_second_matmul"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compiled_layers_that_are_checkpointed(operators: typing.Any, order: str) -> None:
+    """One graph for all, and the numbers of plain training; the graph repeats the forward."""
+    plain = CASE.make()
+    model = copy.deepcopy(plain)
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    counters.clear()
+    if order == "checkpointed first":
+        checkpoint_activations(model, operators=operators)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    if order == "compiled first":
+        checkpoint_activations(model, operators=operators)
+    shard(CASE, model)
+    differences = compare_training(CASE, model, plain, steps=3)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert_within([differences], **TRAINED)
+
+
+class Counting(Block):
+    """A layer whose forward writes and reads a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.mul_(0.5).add_(1)
+        return super().forward(x * self.calls)
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_compiled_layer_with_buffers_that_is_checkpointed() -> None:
+    """It runs uncompiled: a graph of torch would write the buffer in the repetition, too."""
+    torch.manual_seed(0)
+    plain = Model()
+    plain.blocks[2] = Counting()
+    model = copy.deepcopy(plain)
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    checkpoint_activations(model, classes=(Block,))
+    compile_blocks(model, "aot_eager", "module")
+    shard(CASE, model)
+    differences = compare_training(CASE, model, plain, steps=3)
+    assert torch.equal(model.blocks[2].calls, plain.blocks[2].calls)
+    assert_within([differences], **TRAINED)
+
+
+class Breaking(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()  # noqa: SLF001 - torch's documented way
+        return super().forward(x)
+
+
+def test_a_compiled_layer_is_checkpointed_in_functional_call() -> None:
+    """In a graph the values are inputs; where the graph breaks, an error says so."""
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    torch.manual_seed(0)
+    for block in (Block(), Breaking()):
+        values = {name: (2 * p).detach().requires_grad_() for name, p in block.named_parameters()}
+        x = torch.randn(3, 7)
+        loss = torch.func.functional_call(block, values, (x,)).square().sum()
+        wanted = torch.autograd.grad(loss, [*values.values()])
+        shardkit.checkpoint_module(block).compile(backend="aot_eager")
+        if isinstance(block, Breaking):
+            with pytest.raises(StateError, match="a checkpointed Breaking is compiled, its graph"):
+                torch.func.functional_call(block, values, (x,))
+            continue
+        loss = torch.func.functional_call(block, values, (x,)).square().sum()
+        torch.testing.assert_close(torch.autograd.grad(loss, [*values.values()]), wanted)
 
 
 def copy_compiled() -> tuple[Differences, bool]:

@@ -96,28 +96,22 @@ class SavedOperators:
 
     def contexts(self) -> tuple[Any, Any]:
         """Return the contexts of one forward and of its repetition."""
-        calls = itertools.count()
+        calls = {False: itertools.count(), True: itertools.count()}
         name_of = functools.cache(torch_tensors.operator_name)
 
         def decide(
-            _: SelectiveCheckpointContext, operator: Any, *__: Any, **___: Any
+            context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
         ) -> CheckpointPolicy:
             """Decide whether to keep the output of this call; torch <= 2.9 asks again on repeat."""
             name = name_of(operator)
             keep = name in self.names
             if name in self.counted:
-                keep = next(calls) % 2 == 0
+                keep = next(calls[context.is_recompute]) % 2 == 0
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-        @contextlib.contextmanager
-        def from_the_beginning(context: Any) -> Iterator[None]:
-            nonlocal calls
-            calls = itertools.count()
-            with context:
-                yield
-
+        # A compiler takes modes, and no other contexts around them.
         first, again = create_selective_checkpoint_contexts(self.decide or decide)
-        return first, _EachTime(from_the_beginning, again) if self.counted else again
+        return first, again
 
 
 class _EachTime:
@@ -152,12 +146,27 @@ class CheckpointedForward:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
 
+    def _compiled_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward in a compiled graph, or uncompiled, if the graph breaks in it."""
+        if not torch.compiler.is_compiling() and torch_modules.in_functional_call():
+            msg = (
+                f"a checkpointed {type(self._module).__name__.removeprefix('FSDP')} is compiled, "
+                f"its graph breaks, and torch.func.functional_call calls it: the values are gone "
+                f"when backward runs forward again. Remove the break, which "
+                f"compile(fullgraph=True) names, or do not compile this module."
+            )
+            raise StateError(msg)
+        return self._forward(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and keep only its inputs; backward runs it again."""
-        if torch_modules.in_functional_call():  # Its values are gone when backward runs.
-            return self._forward(*args, **kwargs)
+        has_buffers = next(self._module.buffers(), None) is not None
+        # A compiled graph would write buffers twice, so torch may not compile what has some.
+        is_compiled = torch.compiler.is_compiling() and not has_buffers
+        if not is_compiled and torch_modules.in_functional_call():
+            return self._forward(*args, **kwargs)  # Its values are gone when backward runs.
         passes = open_passes()
-        run: Callable[..., Any] = self._forward
+        run: Callable[..., Any] = self._compiled_forward if is_compiled else self._forward
         options: dict[str, Any] = {}
         buffers = BuffersBefore(self._module, self._writes)
         if passes is not None:
@@ -167,15 +176,17 @@ class CheckpointedForward:
             # The random state is for torch's generators; ours repeats by itself.
             options = {"preserve_rng_state": False, "context_fn": traced.contexts}
         else:
-            if next(self._module.buffers(), None) is not None:
+            if has_buffers:
                 run = _Repeat(run, buffers).run
             if self._saved is not None:
-                options["context_fn"] = self._saved.contexts
+                # A compiler takes functions and partials of them, and no bound methods.
+                options["context_fn"] = functools.partial(SavedOperators.contexts, self._saved)
         # Keywords of the module may have the same names as those of `checkpoint`.
         run = functools.partial(run, **kwargs)
         output = checkpoint(run, *args, use_reentrant=False, **options)
         # Autocast would keep its copies of the weights until it ends. No backward reads them.
-        torch.clear_autocast_cache()
+        if not is_compiled:
+            torch.clear_autocast_cache()
         return output
 
 
