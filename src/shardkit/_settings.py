@@ -6,10 +6,12 @@ import dataclasses
 import enum
 import math
 import os
+import reprlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch import nn
 
 from shardkit._errors import ShardkitError, StateError, WrapError
 from shardkit._text import flag, read_as, release_of, seconds
@@ -17,7 +19,7 @@ from shardkit._text import flag, read_as, release_of, seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 # --- dtypes, where shards are, when backward gathers ahead ----------------------------------------
@@ -90,7 +92,7 @@ class MixedPrecisionPolicy:
 
     Raises:
         WrapError: A dtype is not a real floating-point one; shardkit casts to no other. Or
-            `cast_forward_inputs` is a text.
+            `cast_forward_inputs` is a text, or `param_dtype_override_fn` no function.
     """
 
     param_dtype: torch.dtype | None = None
@@ -114,6 +116,7 @@ class MixedPrecisionPolicy:
             )
             raise WrapError(msg)
         refuse_texts(WrapError, cast_forward_inputs=self.cast_forward_inputs)
+        refuse_no_functions(WrapError, param_dtype_override_fn=self.param_dtype_override_fn)
 
     def dtypes_for(
         self, orig_dtype: torch.dtype, grad_dtype: torch.dtype | None
@@ -407,6 +410,21 @@ def refuse_texts(error: type[ShardkitError], **flags: Any) -> None:
         if isinstance(value, str):
             msg = f"{name} must be True or False, got {value!r}."
             raise error(msg)
+
+
+def refuse_no_functions(error: type[ShardkitError], **functions: Any) -> None:
+    """Raise an error if an argument that takes a function or None is something else."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            msg = f"{name} must be a function or None, got {reprlib.repr(value)}."
+            raise error(msg)
+
+
+def refuse_no_module(error: type[ShardkitError], model: Any, hint: str = "") -> None:
+    """Raise an error if a model is no module, as where arguments were swapped."""
+    if not isinstance(model, nn.Module):
+        msg = f"model: expected a module, not {type(model).__name__}. {hint}".rstrip()
+        raise error(msg)
 
 
 def as_number(value: Any) -> float:

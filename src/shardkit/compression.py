@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardkit._errors import CheckpointError, StateError
 from shardkit._module.fsdp_module import FSDPModule, settings_of_root
 from shardkit._module.hooks import groups_in, state_of
-from shardkit._settings import AllReduce, GradientPiece, SumAxis, as_number
+from shardkit._settings import AllReduce, GradientPiece, SumAxis, as_number, refuse_texts
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
 
@@ -393,6 +393,7 @@ class PowerSGD:
         self._rank = rank
         self._start_after = start_after
         self._min_rate = min_compression_rate
+        refuse_texts(StateError, use_error_feedback=use_error_feedback, warm_start=warm_start)
         self._use_error_feedback = use_error_feedback
         self._warm_start = warm_start
         self._seed = seed

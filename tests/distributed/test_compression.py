@@ -422,6 +422,8 @@ def test_what_is_refused() -> None:
     for options, text in (
         ({"rank": 0}, "rank must be an int above 0, or a function, got 0"),
         ({"rank": 2.0}, r"rank must be an int above 0, or a function, got 2\.0"),
+        ({"warm_start": "no"}, "warm_start must be True or False, got 'no'"),
+        ({"use_error_feedback": "no"}, "use_error_feedback must be True or False, got 'no'"),
         ({"start_after": -1}, "start_after must be a number of at least 0, got -1"),
         ({"start_after": "10"}, "start_after must be a number of at least 0, got '10'"),
         ({"min_compression_rate": "2"}, "min_compression_rate must be a number .* got '2'"),

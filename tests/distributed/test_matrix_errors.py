@@ -44,6 +44,7 @@ def test_vectors_are_refused_as_torch_refuses_them() -> None:
         (torch.optim.Muon, {"batch_bytes": 0}, r"batch_bytes must be a number of bytes .*, got 0"),
         (torch.optim.Muon, {"batch_bytes": "16 moons"}, "got '16 moons'. The default is 16777216"),
         (torch.optim.Muon, {"cost": 3}, "cost must be a function of a shape, .* got 3"),
+        (torch.optim.Muon, {"stacks": "yes"}, "stacks must be True or False, got 'yes'"),
         (torch.nn.Linear, {}, "optimizer_class must be a class of optimizers"),
     ],
 )
@@ -52,6 +53,14 @@ def test_bad_options_raise_at_once(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         MatrixOptimizer([nn.Parameter(torch.zeros(2, 2))], given, **options)
+
+
+def test_an_error_of_swapped_arguments_does_not_print_parameters() -> None:
+    params: typing.Any = list(nn.Linear(100, 100).parameters())
+    cls: typing.Any = torch.optim.Muon
+    with pytest.raises(OptimizerError, match="must be a class of optimizers") as found:
+        MatrixOptimizer(cls, params)
+    assert len(str(found.value)) < 300
 
 
 def test_owners_are_known_after_a_step() -> None:

@@ -278,6 +278,12 @@ def test_only_classes_of_tensors_are_registered(given: typing.Any) -> None:
         register_parts(given, lambda _: ({}, None), lambda _parts, _context: None)
 
 
+def test_only_functions_take_a_class_apart() -> None:
+    wrong: typing.Any = None
+    with pytest.raises(WrapError, match="flatten and unflatten must be functions, got None"):
+        register_parts(Nibbles, wrong, lambda _parts, _context: None)
+
+
 def test_a_frozen_weight_that_is_ignored_stays_as_it_is() -> None:
     mesh, _ = recording_mesh((2,))
     layer = NibblesLinear(torch.randn(4, 8))

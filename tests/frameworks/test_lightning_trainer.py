@@ -263,6 +263,7 @@ def refuse(folder: str, kind: str) -> None:
     options = {
         "own": {},
         "sizes": {"replicate_size": 3},
+        "no size": {"replicate_size": 0},
         "tensor parallel": {"tensor_parallel_size": 2},
         "nothing": {"parallelize_fn": lambda module, mesh: module},  # noqa: ARG005
     }
@@ -274,6 +275,7 @@ def refuse(folder: str, kind: str) -> None:
     [
         ("own", "parameter 'scale' belongs to Lit itself"),
         ("sizes", "2 ranks are not divisible by replicate_size=3"),
+        ("no size", "replicate_size must be an integer of at least 1, got 0"),
         ("tensor parallel", "needs a parallelize_fn"),
         ("nothing", "parallelize_fn has sharded nothing in Lit"),
     ],

@@ -329,6 +329,9 @@ def refuse_on_gloo() -> str:
     shardkit.fully_shard(model, shardkit.init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match=r"warm_up of capture must be at least 2, came 1"):
         shardkit.capture(model, model, warm_up=1)
+    wrong: typing.Any = None
+    with pytest.raises(ValueError, match=r"warm_up of capture must be at least 2, came None"):
+        shardkit.capture(model, model, warm_up=wrong)
     return error_of(lambda: shardkit.capture(model, model))
 
 

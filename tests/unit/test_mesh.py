@@ -6,6 +6,7 @@ import itertools
 import math
 import typing
 
+import numpy as np
 import pytest
 import torch
 
@@ -219,6 +220,10 @@ def test_a_mesh_cannot_be_changed() -> None:
 def test_a_number_is_no_shape() -> None:
     with pytest.raises(MeshError, match=r"mesh_shape .* got 4\. Write \(4,\)"):
         init_device_mesh("cpu", 4)  # type: ignore[arg-type]
+    for given in (None, 4.0, torch.tensor(4), np.int64(4)):
+        wrong: typing.Any = given
+        with pytest.raises(MeshError, match=r"mesh_shape has the size of each axis, got"):
+            init_device_mesh("cpu", wrong)
 
 
 def test_a_device_is_no_name_of_a_device_type() -> None:

@@ -17,7 +17,7 @@ from shardkit._compat import torch_tensors
 from shardkit._errors import ShardkitError, StateError
 from shardkit._module.hooks import ModuleState, get_state, groups_in
 from shardkit._params.state_dicts import map_leaves
-from shardkit._settings import watch_settings
+from shardkit._settings import as_number, watch_settings
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -578,7 +578,7 @@ def capture(step: Callable[P, R], *models: nn.Module, warm_up: int = 3) -> Captu
 
     Cost: nothing before the first call. The graph keeps the memory of one step.
     """
-    if warm_up < _LEAST_WARM_UP:
+    if not as_number(warm_up) >= _LEAST_WARM_UP:
         msg = (
             f"warm_up of capture must be at least {_LEAST_WARM_UP}, came {warm_up}: the first pass "
             f"learns the order of groups, and the first step makes the state of optimizers."

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import inspect
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -23,7 +24,13 @@ from shardkit._params.bucket import settled
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.backward import check_gradients
 from shardkit._runtime.group import refuse_summoned
-from shardkit._settings import BackwardPrefetch, RootSettings, as_number, refuse_texts
+from shardkit._settings import (
+    BackwardPrefetch,
+    RootSettings,
+    as_number,
+    refuse_no_functions,
+    refuse_texts,
+)
 from shardkit._tensor.ops import total_norm
 from shardkit._tensor.sharded import ShardedTensor
 
@@ -329,17 +336,19 @@ class FSDPModule(_Base):
         modules in it took all parameters, the call has no effect.
 
         Raises:
-            StateError: `modules` is one module, or a module is not sharded (raised here), or is
-                part of another root (raised at its forward).
+            StateError: `modules` is no list, or a module is not sharded (raised here), or is part
+                of another root (raised at its forward).
         """
+        chosen = _groups_of(modules)
         for group in groups_in(self, recurse=False):
-            group.settings.next_in_forward = _groups_of(modules)
+            group.settings.next_in_forward = chosen
         _update_options(self)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Choose what is gathered when this module's backward begins."""
+        chosen = _groups_of(modules)
         for group in groups_in(self, recurse=False):
-            group.settings.next_in_backward = _groups_of(modules)
+            group.settings.next_in_backward = chosen
         _update_options(self)
 
     @torch_modules.untraced
@@ -373,6 +382,7 @@ class FSDPModule(_Base):
             if not as_number(value) >= 0:  # Also NaN.
                 msg = f"clip_grad_norm_: {name} must be a number of at least 0, got {value!r}."
                 raise StateError(msg)
+        refuse_texts(StateError, error_if_nonfinite=error_if_nonfinite)
         params = [p for p in self.parameters() if p.grad is not None]
         norm = total_norm([p.grad for p in params], float(norm_type))  # type: ignore[misc]
         runtime = state_of(self).runtime
@@ -741,8 +751,10 @@ class FSDPModule(_Base):
             stream: The stream on which an accelerator runs the hook; not with a 2-D mesh.
 
         Raises:
-            StateError: There is a hook already, or a stream is given with a 2-D mesh.
+            StateError: There is a hook already, `hook` is no function, or a stream is given with a
+                2-D mesh.
         """
+        refuse_no_functions(StateError, hook=hook)
         for group in groups_in(self, recurse=False):
             comm = group.settings.comm
             if hook is not None and comm.all_reduce_hook is not None:
@@ -770,10 +782,11 @@ class FSDPModule(_Base):
                 ``(output_tensor, input_tensor, group, async_op)``. None: shardkit's all-gather.
 
         Raises:
-            StateError: The mesh is one of XLA devices.
+            StateError: The mesh is one of XLA devices, or `comm` is no function.
 
         Cost: copies into and out of the buffers that `comm` allocates.
         """
+        refuse_no_functions(StateError, comm=comm)
         _refuse_comm(self, "set_custom_all_gather", comm)
         for group in groups_in(self, recurse=False):
             group.settings.comm.all_gather = comm
@@ -790,10 +803,11 @@ class FSDPModule(_Base):
                 reduce-scatter.
 
         Raises:
-            StateError: The mesh is one of XLA devices.
+            StateError: The mesh is one of XLA devices, or `comm` is no function.
 
         Cost: copies into the buffers that `comm` allocates.
         """
+        refuse_no_functions(StateError, comm=comm)
         _refuse_comm(self, "set_custom_reduce_scatter", comm)
         for group in groups_in(self, recurse=False):
             group.settings.comm.reduce_scatter = comm
@@ -1097,10 +1111,6 @@ def _refuse_comm(self: Any, what: str, comm: object) -> None:
 
 def _groups_of(modules: Sequence[Any]) -> list[ParamGroup]:
     """Return the groups of sharded modules."""
-    if isinstance(modules, FSDPModule):  # An `nn.Sequential` would be taken for its children.
-        kind = own_class(modules).__name__
-        msg = f"expected a list of modules to prefetch, got one {kind}. Write [module]."
-        raise StateError(msg)
     refusal = (
         "{} cannot be prefetched: it is not sharded. Call fully_shard on it first, or name the "
         "sharded module that holds it."
@@ -1111,6 +1121,10 @@ def _groups_of(modules: Sequence[Any]) -> list[ParamGroup]:
 
 def _states_of(modules: Sequence[Any], refusal: str) -> list[ModuleState]:
     """Return the states of sharded modules; raise `refusal` with the class of any other module."""
+    # An `nn.Sequential` would be taken for its children.
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        msg = f"expected a list of modules, got {own_class(modules).__name__}. Write [module]."
+        raise StateError(msg)
     states = []
     for module in modules:
         state = get_state(module) if isinstance(module, nn.Module) else None
@@ -1124,17 +1138,18 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     """Let several roots share streams and buffers, such as stages of a pipeline on one rank.
 
     Args:
-        modules: Sharded roots, before their first forward.
+        modules: Sharded roots, before their first forward; only the first may have run.
 
     Raises:
-        StateError: One of the modules is not sharded, or has already run.
+        StateError: One of the modules is not sharded, or another than the first has already run.
     """
-    states = _states_of(modules, "share_comm_ctx takes sharded modules, got {}.")
-    for state in states[1:]:
+    states = dict.fromkeys(_states_of(modules, "share_comm_ctx takes sharded modules, got {}."))
+    first, *others = states or (None,)
+    for state in others:
         if state.runtime is not None:
             msg = (
                 f"{type(state.module).__name__} has run with streams of its own. Call "
                 f"share_comm_ctx before the first forward."
             )
             raise StateError(msg)
-        state.share = states[0]
+        state.share = first

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +15,7 @@ from shardkit._compat import torch_autograd, torch_modules, torch_tensors
 from shardkit._errors import StateError, WrapError
 from shardkit._module.hooks import get_state, groups_in
 from shardkit._params.flat_store import FlatStore
+from shardkit._settings import refuse_texts
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 
 if TYPE_CHECKING:
@@ -241,6 +244,7 @@ def summon_full_params(
         )
         raise StateError(msg)
     options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    refuse_texts(StateError, recurse=recurse, **dataclasses.asdict(options))
     groups = _groups_to_show(module, recurse=recurse)
     _check_idle(module, groups, "summon_full_params")
     with contextlib.ExitStack() as stack:
@@ -274,6 +278,9 @@ def apply_full(module: M, fn: Callable[[nn.Module], object]) -> M:
     modules around it of which `fn` has seen a part.
     """
     groups = _groups_to_show(module, recurse=True)
+    if not callable(fn):
+        msg = f"fn must be a function of a module, got {reprlib.repr(fn)}."
+        raise StateError(msg)
     _check_idle(module, groups, "apply_full")
     order = list(_post_order(module))
     spans = {group: _span(order, group) for group in groups}

@@ -7,6 +7,7 @@ all parameters have a place.
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit._compat import torch_fsdp2
@@ -139,6 +140,12 @@ def data_parallel_mesh(mesh: Any, dims: Any) -> DeviceMesh:
 
     Cost: a process group for several axes that count as one, made once.
     """
+    if not hasattr(dims, "replicate_names"):
+        msg = (
+            f"dp_mesh_dims must be FSDP2's DataParallelMeshDims, got {reprlib.repr(dims)}. Write "
+            f"DataParallelMeshDims(shard='dp')."
+        )
+        raise MeshError(msg)
     names = [tuple(dims.replicate_names), tuple(dims.shard_names)]
     if not isinstance(mesh, TorchDeviceMesh) or mesh.mesh_dim_names is None:
         msg = (

@@ -77,7 +77,8 @@ def register_parts(cls: type[Tensor], flatten: Flatten, unflatten: Unflatten) ->
             forward.
 
     Raises:
-        WrapError: `cls` is no tensor class, or a class of which torch makes plain parameters.
+        WrapError: `cls` is no tensor class, or a class of which torch makes plain parameters; or
+            `flatten` or `unflatten` is no function.
 
     Cost: none here. In `fully_shard` the parts are copied once.
     """
@@ -88,6 +89,10 @@ def register_parts(cls: type[Tensor], flatten: Flatten, unflatten: Unflatten) ->
             f"register_parts takes a class of tensors of your own, got {cls!r}. Plain parameters "
             f"are sharded without it."
         )
+        raise WrapError(msg)
+    functions: Any = (flatten, unflatten)
+    if not all(map(callable, functions)):
+        msg = f"flatten and unflatten must be functions, got {flatten!r} and {unflatten!r}."
         raise WrapError(msg)
     _registered[cls] = Parts(flatten, unflatten)
 

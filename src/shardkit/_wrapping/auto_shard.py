@@ -17,6 +17,8 @@ from shardkit._settings import (
     as_mixed_precision,
     as_number,
     as_offload,
+    refuse_no_functions,
+    refuse_texts,
 )
 from shardkit._wrapping.experts import ExpertMeshes, Experts, PlacedExperts, axis_of
 from shardkit._wrapping.plan import (
@@ -162,6 +164,13 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
     these make process groups once, so all ranks must call this, even for a plan. All ranks make the
     same plan, since only names, shapes and dtypes count.
     """
+    refuse_texts(WrapError, apply=apply, verbose=verbose)
+    refuse_no_functions(
+        WrapError,
+        before=before,
+        auto_wrapper_callable=auto_wrapper_callable,
+        param_init_fn=param_init_fn,
+    )
     policy = _policy_of(policy, auto_wrap_policy, fsdp_min_num_params)
     prepare = _prepare_of(before, auto_wrapper_callable)
     _check_model(model)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._mesh import SHARD_AXIS, DeviceMesh
+from shardkit._settings import refuse_texts
 from shardkit._text import nearest
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class Strategy:
         Raises:
             StateError: The model is not sharded.
         """
+        _refuse_plain(model, "prepare")
         if not self.reshard_after_backward:
-            _refuse_plain(model, "prepare")
             model.set_reshard_after_backward(False)
         return model
 
@@ -111,8 +112,9 @@ class Strategy:
         Raises:
             StateError: The model is not sharded, or `is_last` is a text.
         """
+        _refuse_plain(model, "begin_micro_batch")
+        refuse_texts(StateError, is_last=is_last)
         if not self.reduces_each_micro_batch:
-            _refuse_plain(model, "begin_micro_batch")
             model.set_requires_gradient_sync(is_last)
 
     # --- meshes ---

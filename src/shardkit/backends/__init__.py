@@ -9,6 +9,7 @@ import `torch.distributed`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,15 +57,16 @@ def init_device_mesh(
 
     Raises:
         MeshError: No launcher started this process, the product of the sizes is not the world size,
-            `mesh_shape` is a number, a size is no whole number of at least 1, names are missing or
-            equal, or no device of this type can be used. Every rank raises.
+            `mesh_shape` is a number or None, a size is no whole number of at least 1, names are
+            missing or equal, or no device of this type can be used. Every rank raises.
 
     Cost: one process group per axis.
     """
     if not isinstance(device_type, str):
         msg = f"device_type is a name such as 'cpu' or 'cuda', got {device_type!r}."
         raise MeshError(msg)
-    if isinstance(mesh_shape, int):
+    given: Any = mesh_shape  # Sizes of NumPy and torch are iterable, but have no dim.
+    if not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
         msg = f"mesh_shape has the size of each axis, got {mesh_shape}. Write ({mesh_shape},)."
         raise MeshError(msg)
     if device_type == "xla":

@@ -14,6 +14,7 @@ import torch
 
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
+from shardkit._settings import refuse_texts
 from shardkit._text import dtype_name, listed
 from shardkit.checkpoint._dcp.directory import (
     DAMAGED_FILE,
@@ -100,6 +101,7 @@ def consolidate(  # noqa: PLR0913 - the checkpoint, and the file to write
     where that is no contiguous range of the tensor; 16 MiB for per-rank files.
     """
     check_saved_dtype(dtype)
+    refuse_texts(CheckpointError, optimizer=optimizer)
     checkpoint = open_checkpoint(source, suffix)
     keys, of_model, put_together = _plan(
         checkpoint, source, model_key=model_key, optimizer=optimizer

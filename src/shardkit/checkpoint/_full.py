@@ -18,6 +18,7 @@ from shardkit._errors import CheckpointError
 from shardkit._module.materialize import rebuild_buffers
 from shardkit._params.state_dicts import holds_sharded
 from shardkit._progress import Meter
+from shardkit._settings import refuse_texts
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
 from shardkit._text import listed
@@ -251,6 +252,7 @@ def load_full(
     With `broadcast_from_rank0`, five exchanges, one of them of all names, and a broadcast of every
     16 MiB of each tensor, over each axis of the mesh.
     """
+    refuse_texts(CheckpointError, strict=strict, broadcast_from_rank0=broadcast_from_rank0)
     state = state_of(model)
     names_of = names_of_tensors(state)
     what = str(path) if isinstance(path, (str, os.PathLike)) else "the state dict"

@@ -13,6 +13,7 @@ from shardkit._compat import torch_modules
 from shardkit._errors import CheckpointError
 from shardkit._module.materialize import rebuild_buffers
 from shardkit._progress import Meter
+from shardkit._settings import refuse_texts
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import agreed, of_all, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
@@ -135,6 +136,7 @@ def load(
     chunk, where a chunk must be cut or converted.
     """
     background.wait()
+    refuse_texts(CheckpointError, strict=strict)
     target = directory.normalized(path)
     what = f"{quote(target)} was not loaded"
     rank = rank_of(process_group)

@@ -16,13 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._compat import torch_modules, torch_tensors
-from shardkit._errors import CheckpointError, ConfigError, MeshError
+from shardkit._errors import CheckpointError, ConfigError, MeshError, WrapError
 from shardkit._mesh import SHARD_AXIS, DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.materialize import materialize
 from shardkit._params.bucket import swap_tensors
 from shardkit._runtime.group import exchange_buffer
-from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardkit._settings import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    refuse_no_functions,
+    refuse_no_module,
+)
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.policies import size_policy
@@ -560,6 +566,8 @@ class Config:
         Cost: if rank 0's values are sent, broadcasts of all of them in parts of 16 MiB, and memory
         for the shards and one part. Otherwise none.
         """
+        refuse_no_module(WrapError, model)
+        refuse_no_functions(WrapError, param_init_fn=param_init_fn)
         settings, mesh = self.settings, self.mesh()
         self._check(model)
         ignored = self._ignored_params(model)

@@ -29,6 +29,7 @@ from shardkit._compat.once import wrap
 from shardkit._errors import IntegrationError
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.materialize import materialize
+from shardkit._text import number, read_as
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit.integrations._versions import check_version
 
@@ -62,6 +63,10 @@ class _Sharding:
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> None:
+        sizes = [
+            read_as(number(1), "replicate_size", replicate_size, IntegrationError),
+            read_as(number(1), "tensor_parallel_size", tensor_parallel_size, IntegrationError),
+        ]
         options: dict[str, Any] = {
             "save_distributed_checkpoint": save_distributed_checkpoint,
             "process_group_backend": process_group_backend,
@@ -73,15 +78,14 @@ class _Sharding:
         # Fabric needs this attribute for its own `no_backward_sync`.
         self._backward_sync_control = SimpleNamespace(no_backward_sync=_no_sync)
         check_version("lightning")
-        if tensor_parallel_size > 1 and parallelize_fn is None:
+        if sizes[1] > 1 and parallelize_fn is None:
             msg = (
                 f"tensor_parallel_size={tensor_parallel_size} needs a parallelize_fn(module, mesh) "
                 f"that splits the module over mesh['tensor_parallel'], and then calls fully_shard."
             )
             raise IntegrationError(msg)
         self._fn = parallelize_fn
-        self._replicate_size = replicate_size
-        self._tensor_parallel_size = tensor_parallel_size
+        self._replicate_size, self._tensor_parallel_size = sizes
 
     def setup_environment(self) -> None:
         """Start the process group, and make the mesh."""
@@ -199,9 +203,9 @@ class ShardkitFabricStrategy(_Sharding, FabricModelParallel):
         timeout: Setting of Lightning's strategy; None: its default.
 
     Raises:
-        IntegrationError: Lightning is older than the tested versions; the number of ranks is not
-            divisible by the sizes; there is tensor parallelism without a `parallelize_fn`; or the
-            `parallelize_fn` shards nothing.
+        IntegrationError: Lightning is older than the tested versions; a size is less than 1, or the
+            number of ranks is not divisible by the sizes; there is tensor parallelism without a
+            `parallelize_fn`; or the `parallelize_fn` shards nothing.
     """
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import reprlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ class DelegatingOptimizer(Optimizer, ABC):
         given: Any = optimizer_class
         if not inspect.isclass(given) or not issubclass(given, Optimizer):
             msg = (
-                f"optimizer_class must be a class of optimizers, got {optimizer_class!r}. Pass the "
+                f"optimizer_class must be a class of optimizers, got "
+                f"{reprlib.repr(optimizer_class)}. Pass the "
                 f"class and its options: {type(self).__name__}(model.parameters(), "
                 f"torch.optim.AdamW, lr=1e-3)."
             )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardkit._compat import torch_autograd
 from shardkit._errors import OptimizerError, RankMismatchError
 from shardkit._params.state_dicts import map_leaves, zip_leaves
-from shardkit._settings import as_number
+from shardkit._settings import as_number, refuse_texts
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import Mark, memory_of, writing_only
 from shardkit._text import NotOfKindError, byte_size
@@ -484,6 +484,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         except NotOfKindError as error:
             msg = f"{error.sentence('batch_bytes', batch_bytes)} The default is {BATCH_BYTES}."
             raise OptimizerError(msg) from None
+        refuse_texts(OptimizerError, stacks=stacks)
         self._cost = cost
         self._stacks = stacks
         super().__init__(params, optimizer_class, defaults)

@@ -343,6 +343,59 @@ def test_the_path_comes_before_the_model(act: typing.Any) -> None:
         act(nn.Linear(2, 2), "model.pt")
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda wrong, _: checkpoint.get_model_state_dict(wrong),
+        lambda wrong, _: checkpoint.set_model_state_dict(wrong, {}),
+        checkpoint.get_optimizer_state_dict,
+        checkpoint.gather_optimizer_state,
+    ],
+)
+def test_a_state_dict_is_no_model(act: typing.Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="model: expected a module, not OrderedDict"):
+        act(model.state_dict(), torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "adam", [None], {"state": {}}])
+def test_what_is_no_optimizer(wrong: typing.Any) -> None:
+    model = nn.Linear(2, 2)
+    message = "optimizers: expected an optimizer or a list of them"
+    for act in (checkpoint.get_state_dict, checkpoint.gather_optimizer_state):
+        with pytest.raises(CheckpointError, match=message):
+            act(model, wrong)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.set_optimizer_state_dict(model, wrong, {"state": {}, "param_groups": []})
+
+
+def test_submodules_may_come_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = checkpoint.get_model_state_dict(model, submodules=iter([model[1]]))  # type: ignore[arg-type]
+    assert [*state] == ["1.weight", "1.bias"]
+
+
+def test_flags_are_no_texts(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    path = checkpoint.save(tmp_path / "x", model)
+    wrong: typing.Any = "no"
+    calls: dict[str, typing.Any] = {
+        "strict": lambda: checkpoint.load(path, model, strict=wrong),
+        "broadcast_from_rank0": lambda: checkpoint.load_full(
+            model.state_dict(), model, broadcast_from_rank0=wrong
+        ),
+        "optimizer": lambda: checkpoint.consolidate(path, tmp_path / "y.pt", optimizer=wrong),
+        "rank0_only": lambda: checkpoint.gather_optimizer_state(model, optimizer, rank0_only=wrong),
+        "from_rank0": lambda: checkpoint.scatter_optimizer_state(
+            {}, model, optimizer, from_rank0=wrong
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(CheckpointError, match=f"{name} must be True or False, got 'no'"):
+            call()
+
+
 def test_progress_of_whole_files_is_told(tmp_path: pathlib.Path) -> None:
     model = nn.Linear(2, 2)
     torch.save(model.state_dict(), tmp_path / "x.pt")

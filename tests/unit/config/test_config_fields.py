@@ -11,8 +11,16 @@ import typing
 
 import pytest
 import torch
+from torch import nn
 
-from shardkit import Config, ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, from_config
+from shardkit import (
+    Config,
+    ConfigError,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    WrapError,
+    from_config,
+)
 from shardkit.config._schema import FSDP, PARALLELISM, SECTIONS, TOP
 
 Fields = dict[str, typing.Any]
@@ -453,6 +461,16 @@ def test_a_fifo_is_no_config_file(tmp_path: pathlib.Path) -> None:
 def test_what_is_no_file_and_no_dict_is_refused(source: typing.Any) -> None:
     with pytest.raises(ConfigError, match="must be the path of a file, or a dict of its fields"):
         from_config(source)
+
+
+@pytest.mark.parametrize("model", [3, None, {"weight": 1}])
+def test_a_config_shards_modules(model: typing.Any) -> None:
+    """It says so before it makes a mesh."""
+    with pytest.raises(WrapError, match="model: expected a module, not "):
+        from_config({"distributed_type": "FSDP"}).apply(model)
+    wrong: typing.Any = "normal"
+    with pytest.raises(WrapError, match="param_init_fn must be a function or None, got 'normal'"):
+        from_config({"distributed_type": "FSDP"}).apply(nn.Linear(2, 2), param_init_fn=wrong)
 
 
 def test_a_dict_that_holds_itself() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from recording import recording_mesh
 from shardkit import (
     CPUOffloadPolicy,
+    MeshError,
     MixedPrecisionPolicy,
     ShardedTensor,
     ShardedTensorError,
@@ -27,9 +28,11 @@ from shardkit import (
     auto_shard,
     checkpoint_activations,
     fully_shard,
+    materialize,
     register_fsdp_forward_method,
     share_comm_ctx,
     strategy,
+    summon_full_params,
 )
 from shardkit._compat.torch_tensors import HAS_GRAD_DTYPE
 
@@ -173,6 +176,9 @@ def test_ignored_parameters_are_no_modules() -> None:
     ("options", "message"),
     [
         ({"shard_placement_fn": 0}, r"shard_placement_fn must be a function of a parameter, got 0"),
+        ({"before": 3}, r"before must be a function or None, got 3"),
+        ({"param_init_fn": "normal"}, r"param_init_fn must be a function or None, got 'normal'"),
+        ({"apply": "no"}, r"apply must be True or False, got 'no'"),
         ({"policy": nn.Linear(4, 4)}, r"a policy is a class or its name, .* got Linear"),
         ({"offload_budget_nbytes": "80GiB"}, r"must be 0 or more bytes, got '80GiB'"),
         ({"offload_budget_nbytes": float("nan")}, r"must be 0 or more bytes, got nan"),
@@ -229,6 +235,8 @@ def test_a_flag_of_a_policy_is_no_text() -> None:
         CPUOffloadPolicy(pin_memory=wrong)
     with pytest.raises(WrapError, match="cast_forward_inputs must be True or False"):
         MixedPrecisionPolicy(cast_forward_inputs=wrong)
+    with pytest.raises(WrapError, match="param_dtype_override_fn must be a function or None"):
+        MixedPrecisionPolicy(param_dtype_override_fn=wrong)
 
 
 def test_units_are_names() -> None:
@@ -454,14 +462,49 @@ BAD_SETTINGS: dict[str, tuple[Callable[[typing.Any], object], str]] = {
     ),
     "prefetch no list": (
         lambda m: m[0].set_modules_to_forward_prefetch(m[2]),
-        r"a list of modules to prefetch, got one Linear. Write \[module\]",
+        r"a list of modules, got Linear. Write \[module\]",
+    ),
+    "prefetch None": (
+        lambda m: m[0].set_modules_to_forward_prefetch(None),
+        r"a list of modules, got NoneType. Write \[module\]",
+    ),
+    "prefetch no list without a group": (
+        lambda m: m.set_modules_to_backward_prefetch(m[2]),
+        r"a list of modules, got Linear. Write \[module\]",
+    ),
+    "hook": (
+        lambda m: m.set_all_reduce_hook("mean"),
+        "hook must be a function or None, got 'mean'",
+    ),
+    "all-gather": (lambda m: m.set_custom_all_gather(3), "comm must be a function or None, got 3"),
+    "reduce-scatter": (lambda m: m.set_custom_reduce_scatter([]), "comm must be a function .* got"),
+    "clip flag": (
+        lambda m: m.clip_grad_norm_(1.0, error_if_nonfinite="no"),
+        "error_if_nonfinite must be True or False, got 'no'",
     ),
     "policy": (lambda m: m.set_prefetch_policy(backward="before"), "'pre', 'post' or 'none'"),
     "reshard int": (lambda m: m.set_reshard_after_forward(2), "must be True or False, got 2"),
     "buffers 0": (lambda m: m.set_reduce_scatter_max_input_buffers(0), "at least 1, got 0"),
     "buffers True": (lambda m: m.set_reduce_scatter_max_input_buffers(True), "got bool"),
     "method": (lambda m: register_fsdp_forward_method(m, "encode"), "no method 'encode'"),
+    "method None": (lambda m: register_fsdp_forward_method(m, None), "no method None"),
+    "method of none": (
+        lambda _: register_fsdp_forward_method(None, "encode"),
+        "model: expected a module, not NoneType",
+    ),
     "share": (lambda m: share_comm_ctx([m, m[1]]), "takes sharded modules, got Tanh"),
+    "share no list": (share_comm_ctx, r"a list of modules, got Sequential"),
+    "materialize": (lambda _: materialize(None), "model: expected a module, not NoneType"),
+    "apply_full": (lambda m: apply_full(m, None), "fn must be a function of a module, got None"),
+    "summon": (
+        lambda m: summon_full_params(m, writeback="no").__enter__(),
+        "writeback must be True or False, got 'no'",
+    ),
+    "prepare": (lambda m: strategy("hybrid").prepare(m[1]), "got a Tanh that is not sharded"),
+    "micro-batch": (
+        lambda m: strategy("hybrid").begin_micro_batch(m, is_last="no"),
+        "is_last must be True or False, got 'no'",
+    ),
 }
 
 
@@ -499,6 +542,15 @@ def test_sharing_streams_after_the_first_forward() -> None:
         share_comm_ctx([model, other])
 
 
+def test_sharing_streams_with_a_root_that_has_run() -> None:
+    model, _ = sharded_model()
+    other, _ = sharded_model()
+    assert trains(model)
+    share_comm_ctx([model, model, other, other])
+    assert trains(other)
+    assert trains(model)
+
+
 @pytest.mark.parametrize("value", [0, 3, -4, 8, "2"])
 def test_partial_resharding_over_a_number_that_does_not_divide(value: typing.Any) -> None:
     model, mesh = make_model()
@@ -512,6 +564,13 @@ def test_placements_that_are_none(returned: object, message: str) -> None:
     model, mesh = make_model()
     with pytest.raises(WrapError, match=message):
         fully_shard(model, mesh, shard_placement_fn=lambda _: returned)
+
+
+@pytest.mark.parametrize("dims", ["dp", ("dp",), {"shard": "dp"}])
+def test_data_parallel_dims_that_are_none(dims: object) -> None:
+    model, mesh = make_model()
+    with pytest.raises(MeshError, match="must be FSDP2's DataParallelMeshDims, got"):
+        fully_shard(model, mesh, dp_mesh_dims=dims)
 
 
 def test_a_placement_of_a_dim_that_is_not_there() -> None:

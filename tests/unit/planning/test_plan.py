@@ -485,6 +485,12 @@ def test_arguments_that_fit_nothing_are_refused() -> None:
         planned(optimizer=AdamW([nn.Parameter(torch.zeros(1))]))
     with pytest.raises(ConfigError, match="shard takes the place of policy"):
         planned(shard=lambda *_: None)
+    with pytest.raises(ConfigError, match="shard must be a function or None, got 'zero2'"):
+        planned(shard="zero2")
+    with pytest.raises(ConfigError, match="choose must be True or False, got 'no'"):
+        planned(choose="no")
+    with pytest.raises(ConfigError, match=r"device must be 'cpu' or the type .* got None"):
+        planned(device=None)
     with pytest.raises(ConfigError, match=r"loss must be a function .* got 'mean'"):
         planned(loss="mean")
     with pytest.raises(ConfigError, match="loss returned None for the model's output"):

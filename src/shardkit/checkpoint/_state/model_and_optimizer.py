@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from shardkit._compat import torch_modules
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import STATE_NUMBERS, check_shape, map_leaves, whole_tensor
+from shardkit._settings import refuse_no_module, refuse_texts
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
 from shardkit.backends.groups import group_rank
@@ -313,6 +314,7 @@ def get_model_state_dict(
     Cost: with ``full_state_dict`` one gather for each tensor (`ShardedTensor.full_tensor`), one
     tensor at a time if ``cpu_offload`` moves each away.
     """
+    refuse_no_module(CheckpointError, model)
     options = options or StateDictOptions()
     state = {plain_name(model, key): value for key, value in model.state_dict().items()}
     if options.ignore_frozen_params:
@@ -320,7 +322,7 @@ def get_model_state_dict(
             if not param.requires_grad:
                 state.pop(plain_name(model, name), None)
     if submodules:
-        state = _state_inside(model, state, submodules, keep=options.keep_submodule_prefixes)
+        state = _state_inside(model, state, [*submodules], keep=options.keep_submodule_prefixes)
     return _as_wanted(state, options)
 
 
@@ -457,6 +459,7 @@ def _checked_model(
     model: nn.Module, given: Mapping[Any, Any], options: StateDictOptions
 ) -> Callable[[], _IncompatibleKeys]:
     """Compare a state with a model; return a function that loads the state."""
+    refuse_no_module(CheckpointError, model)
     own = model.state_dict(keep_vars=True)
     keys = {plain_name(model, key): key for key in own}
     by_name = {name: own[key] for name, key in keys.items()}
@@ -697,6 +700,7 @@ def gather_optimizer_state(
     (`ShardedTensor.full_tensor`). Memory: the whole state on ranks that get it, one tensor on the
     others.
     """
+    refuse_texts(CheckpointError, rank0_only=rank0_only, to_cpu=to_cpu)
     _check_layout(layout, optimizer)
     keep = not rank0_only or group_rank(None) == 0
     state = whole_state(named_state(model, optimizer), keep=keep, to_cpu=to_cpu)
@@ -726,9 +730,9 @@ def scatter_optimizer_state(
             the parameters that are missing begins anew.
 
     Raises:
-        CheckpointError: On all ranks: groups have other sizes, or parameters are missing. Nothing
-            has been changed then. State whose shape differs from the parameter's is not an error:
-            only the optimizer knows it, and it stays whole.
+        CheckpointError: Groups have other sizes, or parameters are missing; with `from_rank0` on
+            all ranks. Nothing has been changed then. State whose shape differs from the
+            parameter's is not an error: only the optimizer knows it, and it stays whole.
 
     Cost: with `from_rank0` the same as `set_optimizer_state_dict` with ``broadcast_from_rank0``;
     otherwise none.
@@ -745,6 +749,7 @@ def scatter_optimizer_state(
             )
             raise CheckpointError(msg) from error
 
+    refuse_texts(CheckpointError, from_rank0=from_rank0, strict=strict)
     if from_rank0:
         received = _received_optimizer(model, optimizer, named)
         put_optimizer_state(model, optimizer, received, strict=strict)

@@ -7,6 +7,7 @@ checkpoint leave the wrapper out. They are the same as in torch's ``get_state_di
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._params.bucket import bucket_showing
+from shardkit._settings import refuse_no_module
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     from shardkit._mesh import DeviceMesh
 
@@ -47,6 +49,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return every name of each parameter, in the order of the model; tied ones have several."""
+    refuse_no_module(CheckpointError, model)
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         bucket = bucket_showing(param)
@@ -59,10 +62,20 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 def as_optimizers(
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Return one or several optimizers as a tuple."""
+    """Return one or several optimizers as a tuple.
+
+    Raises:
+        CheckpointError: They are none.
+    """
     # The class does not tell: wrappers of optimizers are no subclasses of it.
-    one_or_several: Any = optimizers
-    return (one_or_several,) if hasattr(optimizers, "param_groups") else tuple(one_or_several)
+    given: Any = (optimizers,) if hasattr(optimizers, "param_groups") else optimizers
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(hasattr(each, "param_groups") for each in found):
+        msg = (
+            f"optimizers: expected an optimizer or a list of them, not {type(optimizers).__name__}."
+        )
+        raise CheckpointError(msg)
+    return found
 
 
 def names_in_groups(
@@ -116,12 +129,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     Raises:
         CheckpointError: `model` is no module.
     """
-    if not isinstance(model, nn.Module):
-        msg = (
-            f"model: expected a module, not {type(model).__name__}. Where a function takes a path "
-            f"and a model, the path comes first."
-        )
-        raise CheckpointError(msg)
+    hint = "Where a function takes a path and a model, the path comes first."
+    refuse_no_module(CheckpointError, model, hint)
     state = model.state_dict(keep_vars=True)
     return {plain_name(model, name): value for name, value in state.items()}
 
