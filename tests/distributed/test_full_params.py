@@ -387,6 +387,22 @@ def test_it_is_refused_in_a_step_and_steps_are_refused_in_it() -> None:
 
 
 @on_ranks(2)
+def test_gradients_are_not_clipped_where_there_are_none() -> None:
+    """A norm of 0 would be wrong without a word."""
+    model = fully_shard(nn.Linear(4, 4), make_mesh((2,)))
+    model(torch.ones(2, 4)).sum().backward()
+    with (
+        pytest.raises(StateError, match=r"clip_grad_norm_\(\) was called inside of summon_full_pa"),
+        summon_full_params(model),
+    ):
+        model.clip_grad_norm_(1.0)
+    with summon_full_params(model, with_grads=True):
+        norm = model.clip_grad_norm_(1.0)
+    assert norm.item() == pytest.approx(20**0.5 * 2)
+    assert model.clip_grad_norm_(1.0).item() == pytest.approx(1.0)
+
+
+@on_ranks(2)
 def test_a_first_forward_is_refused_in_it() -> None:
     model = fully_shard(nn.Linear(4, 4), make_mesh((2,)))
     for _ in range(2):

@@ -373,7 +373,8 @@ class FSDPModule(_Base):
 
         Raises:
             RuntimeError: The norm is not finite, with `error_if_nonfinite`.
-            StateError: `max_norm` or `norm_type` is negative or not a number.
+            StateError: `max_norm` or `norm_type` is negative or not a number, or the call is inside
+                `summon_full_params` without gradients.
 
         Cost: one all-reduce of 8 bytes per parameter (16 for the largest element), for each dtype
         of gradients.
@@ -384,6 +385,8 @@ class FSDPModule(_Base):
                 raise StateError(msg)
         refuse_texts(StateError, error_if_nonfinite=error_if_nonfinite)
         params = [p for p in self.parameters() if p.grad is not None]
+        if not params:
+            refuse_summoned(groups_in(self, recurse=True), "clip_grad_norm_() was called")
         norm = total_norm([p.grad for p in params], float(norm_type))  # type: ignore[misc]
         runtime = state_of(self).runtime
         if error_if_nonfinite and runtime is not None:
@@ -786,8 +789,8 @@ class FSDPModule(_Base):
 
         Cost: copies into and out of the buffers that `comm` allocates.
         """
-        refuse_no_functions(StateError, comm=comm)
         _refuse_comm(self, "set_custom_all_gather", comm)
+        refuse_no_functions(StateError, comm=comm)
         for group in groups_in(self, recurse=False):
             group.settings.comm.all_gather = comm
 
@@ -807,8 +810,8 @@ class FSDPModule(_Base):
 
         Cost: copies into the buffers that `comm` allocates.
         """
-        refuse_no_functions(StateError, comm=comm)
         _refuse_comm(self, "set_custom_reduce_scatter", comm)
+        refuse_no_functions(StateError, comm=comm)
         for group in groups_in(self, recurse=False):
             group.settings.comm.reduce_scatter = comm
 
