@@ -23,8 +23,8 @@ def boot_and_namespace() -> str:
     """Return a text that is equal for processes that see each other under their process ids.
 
     They also see the same start of each process (`start_of`), which depends on the namespace for
-    time. Host names are not enough: clones and containers may all have the same one. The text is
-    empty, for unknown, if there is neither /proc nor macOS, which has no such namespaces.
+    time. macOS has no such namespaces. Host names are not enough: clones and containers may all
+    have the same one. The text is empty, for unknown, on a Linux without /proc.
     """
     namespaces = _PROCESSES / "self/ns"
     try:

@@ -116,7 +116,7 @@ class MixedPrecisionPolicy:
             )
             raise WrapError(msg)
         refuse_texts(WrapError, cast_forward_inputs=self.cast_forward_inputs)
-        refuse_no_functions(WrapError, param_dtype_override_fn=self.param_dtype_override_fn)
+        refuse_non_functions(WrapError, param_dtype_override_fn=self.param_dtype_override_fn)
 
     def dtypes_for(
         self, orig_dtype: torch.dtype, grad_dtype: torch.dtype | None
@@ -412,7 +412,7 @@ def refuse_texts(error: type[ShardkitError], **flags: Any) -> None:
             raise error(msg)
 
 
-def refuse_no_functions(error: type[ShardkitError], **functions: Any) -> None:
+def refuse_non_functions(error: type[ShardkitError], **functions: Any) -> None:
     """Raise an error if an argument that takes a function or None is something else."""
     for name, value in functions.items():
         if value is not None and not callable(value):
@@ -420,7 +420,7 @@ def refuse_no_functions(error: type[ShardkitError], **functions: Any) -> None:
             raise error(msg)
 
 
-def refuse_no_module(error: type[ShardkitError], model: Any, hint: str = "") -> None:
+def refuse_non_module(error: type[ShardkitError], model: Any, hint: str = "") -> None:
     """Raise an error if a model is no module, as where arguments were swapped."""
     if not isinstance(model, nn.Module):
         msg = f"model: expected a module, not {type(model).__name__}. {hint}".rstrip()

@@ -28,7 +28,7 @@ from shardkit._settings import (
     BackwardPrefetch,
     RootSettings,
     as_number,
-    refuse_no_functions,
+    refuse_non_functions,
     refuse_texts,
 )
 from shardkit._tensor.ops import total_norm
@@ -757,7 +757,7 @@ class FSDPModule(_Base):
             StateError: There is a hook already, `hook` is no function, or a stream is given with a
                 2-D mesh.
         """
-        refuse_no_functions(StateError, hook=hook)
+        refuse_non_functions(StateError, hook=hook)
         for group in groups_in(self, recurse=False):
             comm = group.settings.comm
             if hook is not None and comm.all_reduce_hook is not None:
@@ -790,7 +790,7 @@ class FSDPModule(_Base):
         Cost: copies into and out of the buffers that `comm` allocates.
         """
         _refuse_comm(self, "set_custom_all_gather", comm)
-        refuse_no_functions(StateError, comm=comm)
+        refuse_non_functions(StateError, comm=comm)
         for group in groups_in(self, recurse=False):
             group.settings.comm.all_gather = comm
 
@@ -811,7 +811,7 @@ class FSDPModule(_Base):
         Cost: copies into the buffers that `comm` allocates.
         """
         _refuse_comm(self, "set_custom_reduce_scatter", comm)
-        refuse_no_functions(StateError, comm=comm)
+        refuse_non_functions(StateError, comm=comm)
         for group in groups_in(self, recurse=False):
             group.settings.comm.reduce_scatter = comm
 

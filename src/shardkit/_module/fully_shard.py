@@ -31,7 +31,7 @@ from shardkit._settings import (
     OffloadPolicy,
     as_mixed_precision,
     as_offload,
-    refuse_no_module,
+    refuse_non_module,
 )
 from shardkit.backends import TorchDeviceMesh, accelerator_type, as_device_mesh
 from shardkit.backends.groups import accelerator_of_world
@@ -92,7 +92,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Cost: that of one forward, plus what the method calls.
     """
-    refuse_no_module(StateError, module)
+    refuse_non_module(StateError, module)
     if get_state(module) is None:
         return
     method = getattr(module, str(method_name), None)

@@ -27,7 +27,7 @@ from shardkit._module.on_meta import buffers_on_meta, execute_sharding, params_o
 from shardkit._params.bucket import WholeValues
 from shardkit._params.memory import give_back
 from shardkit._progress import Meter
-from shardkit._settings import refuse_no_module
+from shardkit._settings import refuse_non_module
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._text import listed
 from shardkit._tree import iter_tensors
@@ -529,7 +529,7 @@ def materialize(
     the end of the module's turn. A group's shards exist twice while the group gets its memory.
     Source: `param_init_fn` of PyTorch's FSDP1 and torch_xla.
     """
-    refuse_no_module(StateError, model)
+    refuse_non_module(StateError, model)
     if init_fn is not None and not callable(init_fn):
         msg = (
             f"init_fn must be a function of a module, got {init_fn!r}. Pass a device by its name: "

@@ -17,7 +17,7 @@ from shardkit._settings import (
     as_mixed_precision,
     as_number,
     as_offload,
-    refuse_no_functions,
+    refuse_non_functions,
     refuse_texts,
 )
 from shardkit._wrapping.experts import ExpertMeshes, Experts, PlacedExperts, axis_of
@@ -165,7 +165,7 @@ def auto_shard(  # noqa: PLR0913 - all decisions, in one call
     same plan, since only names, shapes and dtypes count.
     """
     refuse_texts(WrapError, apply=apply, verbose=verbose)
-    refuse_no_functions(
+    refuse_non_functions(
         WrapError,
         before=before,
         auto_wrapper_callable=auto_wrapper_callable,

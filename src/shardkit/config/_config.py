@@ -26,8 +26,8 @@ from shardkit._settings import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    refuse_no_functions,
-    refuse_no_module,
+    refuse_non_functions,
+    refuse_non_module,
 )
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
@@ -566,8 +566,8 @@ class Config:
         Cost: if rank 0's values are sent, broadcasts of all of them in parts of 16 MiB, and memory
         for the shards and one part. Otherwise none.
         """
-        refuse_no_module(WrapError, model)
-        refuse_no_functions(WrapError, param_init_fn=param_init_fn)
+        refuse_non_module(WrapError, model)
+        refuse_non_functions(WrapError, param_init_fn=param_init_fn)
         settings, mesh = self.settings, self.mesh()
         self._check(model)
         ignored = self._ignored_params(model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import ConfigError
 from shardkit._module.checks import check_kinds, checked_ignored, find_params
-from shardkit._settings import refuse_no_functions, refuse_texts
+from shardkit._settings import refuse_non_functions, refuse_texts
 from shardkit._text import byte_size, read_as
 from shardkit._wrapping.strategies import strategy as strategy_of
 from shardkit.planning._plan import RunPlan, plan_of
@@ -110,7 +110,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
 
     _check_kinds(model, optimizer, autocast, loss, recompute)
     refuse_texts(ConfigError, choose=choose)
-    refuse_no_functions(ConfigError, shard=shard)
+    refuse_non_functions(ConfigError, shard=shard)
     device = _device_type(device)
     options = {name: value for name, value in options.items() if value is not None}
     if "ignored_params" in options:  # Each dry run reads them.

@@ -368,7 +368,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     refuse_texts(CheckpointError, overwrite=overwrite)
     if not os.path.lexists(path):
         return
-    may_replace = overwrite or is_empty(path)
+    may_replace = overwrite or _is_empty(path)
     if not may_replace and not ((path / MANIFEST_FILE).exists() and _damage(path)):
         msg = (
             f"{path} exists. Give each checkpoint a name of its own, such as 'step-1000', or "
@@ -392,7 +392,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     again_if_replaced(path, look)
 
 
-def is_empty(path: Path) -> bool:
+def _is_empty(path: Path) -> bool:
     """Whether a path is a directory without entries."""
     try:
         return not os.listdir(path)  # noqa: PTH208 - as in `check_free`

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from shardkit._compat import torch_modules
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import STATE_NUMBERS, check_shape, map_leaves, whole_tensor
-from shardkit._settings import refuse_no_module, refuse_texts
+from shardkit._settings import refuse_non_module, refuse_texts
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
 from shardkit.backends.groups import group_rank
@@ -314,7 +314,7 @@ def get_model_state_dict(
     Cost: with ``full_state_dict`` one gather for each tensor (`ShardedTensor.full_tensor`), one
     tensor at a time if ``cpu_offload`` moves each away.
     """
-    refuse_no_module(CheckpointError, model)
+    refuse_non_module(CheckpointError, model)
     options = options or StateDictOptions()
     state = {plain_name(model, key): value for key, value in model.state_dict().items()}
     if options.ignore_frozen_params:
@@ -459,7 +459,7 @@ def _checked_model(
     model: nn.Module, given: Mapping[Any, Any], options: StateDictOptions
 ) -> Callable[[], _IncompatibleKeys]:
     """Compare a state with a model; return a function that loads the state."""
-    refuse_no_module(CheckpointError, model)
+    refuse_non_module(CheckpointError, model)
     own = model.state_dict(keep_vars=True)
     keys = {plain_name(model, key): key for key in own}
     by_name = {name: own[key] for name, key in keys.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._params.bucket import bucket_showing
-from shardkit._settings import refuse_no_module
+from shardkit._settings import refuse_non_module
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return every name of each parameter, in the order of the model; tied ones have several."""
-    refuse_no_module(CheckpointError, model)
+    refuse_non_module(CheckpointError, model)
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         bucket = bucket_showing(param)
@@ -130,7 +130,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         CheckpointError: `model` is no module.
     """
     hint = "Where a function takes a path and a model, the path comes first."
-    refuse_no_module(CheckpointError, model, hint)
+    refuse_non_module(CheckpointError, model, hint)
     state = model.state_dict(keep_vars=True)
     return {plain_name(model, name): value for name, value in state.items()}
 
