@@ -399,6 +399,58 @@ def test_submodules_that_cannot_be_told_apart_are_refused() -> None:
 
 
 @on_ranks(2)
+def test_tensors_that_are_not_contiguous_are_sent_right() -> None:
+    """Such as a weight that a script has transposed for this model, or one in channels_last."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Linear(6, 5), nn.BatchNorm1d(4))
+    plain[2].running_mean = torch.arange(12.0).view(4, 3)[:, 1]
+    model = fully_shard(copy.deepcopy(plain))
+    wanted = {name: value + 1 for name, value in plain.state_dict().items()}
+    for functions in FUNCTIONS.values():
+        state = {}
+        if dist.get_rank() == 0:
+            state = {name: value.clone() for name, value in wanted.items()}
+            state["0.weight"] = state["0.weight"].to(memory_format=torch.channels_last)
+            state["1.weight"] = state["1.weight"].t().contiguous().t()
+            state["2.running_mean"] = state["2.running_mean"].repeat(2, 1).t().contiguous()[:, 0]
+            assert sum(not value.is_contiguous() for value in state.values()) == 3
+        functions.set_model_state_dict(model, state, options=StateDictOptions(**SENT))
+        assert_same(whole(model.state_dict()), wanted)
+        model.load_state_dict(plain.state_dict())
+
+
+@on_ranks(2)
+def test_what_a_state_lacks_stays_on_meta() -> None:
+    """As under FSDP2, so that a script finds what it has to initialize itself."""
+    for flags, functions in itertools.product((WHOLE, SENT), FUNCTIONS.values()):
+        with torch.device("meta"):
+            model = fully_shard(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)))
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+        state = {"0.weight": plain[0].weight, "0.bias": plain[0].bias}
+        options = StateDictOptions(**flags, strict=False)
+        with shardkit.install():
+            functions.set_model_state_dict(model, state, options=options)
+        assert [param.is_meta for param in model.parameters()] == [False, False, True, True]
+        model[1].to_empty(device="cpu")
+        model[1].load_state_dict(plain[1].state_dict())
+        assert_same(whole(model.state_dict()), plain.state_dict())
+        x = torch.ones(2, 6)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@on_ranks(2)
+def test_a_value_on_meta_leaves_a_parameter_there() -> None:
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(6, 5))
+        state = nn.Linear(6, 5, dtype=torch.bfloat16).state_dict()
+    model.load_state_dict(state, assign=True)
+    for param in model.parameters():
+        assert param.is_meta
+        assert param.dtype == torch.bfloat16
+
+
+@on_ranks(2)
 def test_pieces_cannot_be_sent_as_whole_tensors() -> None:
     """A model's own state dict has pieces; all ranks get the error, and may go on."""
     torch.manual_seed(0)

@@ -296,6 +296,10 @@ def broadcast_tensors(
     local_state_dict.update(dict.fromkeys(sharded, torch.empty(0)))
     sent = {key: full_state_dict[key] for key in keys}
     sent |= {key: _decoded(sent[key], local) for key, local in sharded.items()}
+    # Gloo sends memory as it lies: a transposed tensor would come with its elements mixed up.
+    sent = {
+        key: each.contiguous() if isinstance(each, Tensor) else each for key, each in sent.items()
+    }
     original(sent, local_state_dict, keys, *args, **kwargs)
     _cut_received(local_state_dict, sharded)
 

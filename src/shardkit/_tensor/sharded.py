@@ -372,7 +372,7 @@ class ShardedTensor(ClientAnswers):
 
         The values are copied into this rank's piece. If the dtype differs, or this tensor is on
         meta, they go into a new piece on the mesh's device, which the group uses from its next
-        forward on.
+        forward on. From a tensor on meta, one on meta takes the dtype only.
 
         Raises:
             ShardedTensorError: The shapes differ.
@@ -390,7 +390,8 @@ class ShardedTensor(ClientAnswers):
             return
         spec, before, grad = self.spec, self.local_piece, self.grad
         flat, flat_start = self.flat, self.flat_start
-        piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
+        device = self.device if value.is_meta and self.is_meta else spec.device
+        piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=device)
         self.replace_piece(piece)
         try:
             self.copy_(value)  # The operator notes that a parameter was written.
