@@ -181,7 +181,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             after the other, and experts that ranks choose among. If no sharded module is around
             them, each of them runs as a root.
         mesh: Mesh of shardkit or of torch. 1-D: shard over it. 2-D: replicate over the first axis,
-            shard over the second (hybrid sharding). None: all ranks, 1-D.
+            shard over the second (hybrid sharding). None: all ranks, 1-D, without names.
         mp_policy: Dtypes of compute, communication and outputs. FSDP2's policy works as well.
         reshard_after_forward: Choice of memory after forward. True: free the unsharded parameters
             after forward, and gather them again for backward (ZeRO-3). False: keep them from
