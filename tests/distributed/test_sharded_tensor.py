@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models import PARAMETER_SHAPES
 from reference import assert_nothing_wrong, make_mesh, whole_and_sharded
-from shardkit import ShardedTensor, ShardedTensorError, fully_shard
+from shardkit import ShardedTensor, ShardedTensorError, fully_shard, init_device_mesh
 from workers import Spawn, on_ranks
 
 if typing.TYPE_CHECKING:
@@ -264,6 +264,17 @@ def metadata(mesh_shape: tuple[int, ...]) -> None:
 @on_every_mesh
 def test_metadata_is_global(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
     run_on(spawn, metadata, mesh_shape)
+
+
+@on_ranks(2)
+def test_the_mesh_that_fully_shard_makes_is_the_one_without_names() -> None:
+    """By the names of a mesh packages tell sharding from tensor parallelism."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    fully_shard(model[0])
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
+    meshes = [param.device_mesh for param in model.parameters()]
+    assert meshes[0].mesh_dim_names is None
+    assert meshes == [meshes[-1]] * 4
 
 
 EMPTY_SHAPES = {"matrix": (7, 13), "empty": (0,), "rows": (0, 4), "columns": (3, 0)}

@@ -23,6 +23,9 @@ pytestmark = pytest.mark.frameworks
 TOLERANCE = 3e-6  # Losses lie between 4 and 5.
 
 
+DEFAULT = ("the mesh that fully_shard makes",)
+
+
 def tune(
     names: tuple[str, ...] | None, *, before: bool, is_safe: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
@@ -31,7 +34,9 @@ def tune(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names)
+    mesh = None
+    if names != DEFAULT:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names)
     model = make("llama")
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(3)
@@ -87,7 +92,7 @@ def beside_fsdp2(names: tuple[str, ...] | None, before: bool) -> None:
             assert not torch.equal(expected[name], plain[name]), name
 
 
-@pytest.mark.parametrize("names", [None, ("fsdp",)], ids=str)
+@pytest.mark.parametrize("names", [None, ("fsdp",), DEFAULT], ids=["none", "fsdp", "default"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_adapters_train_and_merge_as_with_fsdp2(
     spawn: Spawn, names: tuple[str, ...] | None, before: bool

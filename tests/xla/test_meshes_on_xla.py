@@ -42,3 +42,17 @@ def test_without_a_mesh_all_devices_are_one() -> None:
     )
     done = run(code)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_without_a_mesh_a_root_needs_no_parameters_of_its_own() -> None:
+    code = (
+        "import torch_xla.runtime as xr; xr.use_spmd()\n"
+        "from torch import nn; from shardkit import fully_shard\n"
+        "model = nn.Sequential(nn.Linear(5, 3)).to('xla')\n"
+        "fully_shard(model[0])\n"
+        "fully_shard(model)\n"
+        "model(__import__('torch').ones(4, 5)).sum().backward()\n"
+        "assert model[0].bias.grad.full_tensor().tolist() == [4.0] * 3\n"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -181,7 +181,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             after the other, and experts that ranks choose among. If no sharded module is around
             them, each of them runs as a root.
         mesh: Mesh of shardkit or of torch. 1-D: shard over it. 2-D: replicate over the first axis,
-            shard over the second (hybrid sharding). None: all ranks, 1-D.
+            shard over the second (hybrid sharding). None: all ranks, 1-D, without names.
         mp_policy: Dtypes of compute, communication and outputs. FSDP2's policy works as well.
         reshard_after_forward: Choice of memory after forward. True: free the unsharded parameters
             after forward, and gather them again for backward (ZeRO-3). False: keep them from
@@ -244,7 +244,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     if dp_mesh_dims is not None:
         shard_mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     else:
-        device_type = device_type_of(candidates, offload_policy)
+        device_type = device_type_of(candidates, offload_policy, inside)
         shard_mesh = as_device_mesh(mesh, device_type=device_type)
     checks.check_mesh(shard_mesh)
     spmd = None if dp_mesh_dims is None else SpmdMesh(mesh, dp_mesh_dims)
@@ -303,13 +303,17 @@ def _modules_of(module: Any) -> list[nn.Module]:
     return [each for each in dict.fromkeys(module) if each not in inside]
 
 
-def device_type_of(found: list[ParamEntry], offload: OffloadPolicy) -> str:
-    """Return the device type of the default mesh.
+def device_type_of(
+    found: list[ParamEntry], offload: OffloadPolicy, inside: Sequence[ParamGroup] = ()
+) -> str:
+    """Return the device type of the default mesh: that of groups inside if there are no parameters.
 
     As with FSDP2, parameters on the host are sharded over the accelerator if the default process
     group has an engine for it. They stay on the host if there is no such group, if it has gloo
     alone, or if shardkit has started it for a mesh of the CPU.
     """
+    if inside and not found:
+        return inside[0].mesh.device_type
     types = [item.param.device.type for item in found]
     type_ = next((each for each in types if each != "meta"), None)
     accelerator = accelerator_type() if found and type_ in (None, "cpu") else None

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from shardkit._errors import MeshError
-from shardkit._mesh import SHARD_AXIS, DeviceMesh
+from shardkit._mesh import DeviceMesh
 from shardkit.backends.device import accelerator_type, device_module
 from shardkit.backends.groups import current_world_size, make_torch_mesh, world_size_or_raise
 from shardkit.backends.process_group import ProcessGroupBackend, from_torch_mesh
@@ -86,9 +86,9 @@ def as_device_mesh(mesh: Any, *, device_type: str) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     if mesh is None and device_type == "xla":
-        return _init_xla_mesh(None, (SHARD_AXIS,))
-    if mesh is None:
-        return init_device_mesh(device_type, (world_size_or_raise(),), mesh_dim_names=(SHARD_AXIS,))
+        return _init_xla_mesh(None, None)
+    if mesh is None:  # Without names, as FSDP2's, by which peft knows it.
+        return init_device_mesh(device_type, (world_size_or_raise(),))
     if isinstance(mesh, TorchDeviceMesh):
         return from_torch_mesh(mesh, _backend_class(mesh.device_type))
     msg = (

@@ -105,6 +105,13 @@ def test_the_default_mesh_is_where_parameters_will_compute(
     assert device_type_of(found_on(*devices), policy) == expected
 
 
+def test_the_default_mesh_of_a_module_without_parameters_is_that_of_the_groups_in_it() -> None:
+    """On the device of its layers its buffers are needed."""
+    layer: typing.Any = Stub(mesh=mesh_on("cuda:1"))
+    assert device_type_of([], OffloadPolicy(), [layer]) == "cuda"
+    assert device_type_of(found_on("cpu"), OffloadPolicy(), [layer]) == "cpu"
+
+
 @pytest.mark.parametrize(
     ("engines", "expected"),
     [
