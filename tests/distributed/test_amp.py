@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.checkpoint import checkpoint
 
 from allocated import peaks_of, start_counting
@@ -267,13 +268,16 @@ def test_scaled_gradients_accumulate() -> None:
     assert_within([differences], grad=1e-6, parameter=1e-6)
 
 
-def scales_of_an_overflow_in_one_piece(mesh_shape: tuple[int, ...]) -> list[float]:
+SCALERS = {"torch's": torch.amp.GradScaler, "FSDP1's": ShardedGradScaler}
+
+
+def scales_of_an_overflow_in_one_piece(mesh_shape: tuple[int, ...], scaler_of: str) -> list[float]:
     """Let what the last rank of each shard axis holds overflow; return scales, and steps taken."""
     case = CASES["mlp"]
     mesh = make_mesh(mesh_shape)
     model = shard(case, case.make(), mesh)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = SCALERS[scaler_of]("cpu", init_scale=1024.0)
     found = []
     for step in range(3):
         scaler.scale(case.loss(model, my_batch(case, step))).backward()
@@ -291,12 +295,14 @@ def scales_of_an_overflow_in_one_piece(mesh_shape: tuple[int, ...]) -> list[floa
     return found
 
 
+@pytest.mark.parametrize("scaler_of", SCALERS)
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_an_overflow_in_what_one_rank_holds_skips_the_step_of_all(
-    spawn: Spawn, mesh_shape: tuple[int, ...]
+    spawn: Spawn, mesh_shape: tuple[int, ...], scaler_of: str
 ) -> None:
     expected = [1024.0, 1.0, 512.0, 0.0, 512.0, 1.0]
-    for found in spawn(scales_of_an_overflow_in_one_piece, math.prod(mesh_shape), mesh_shape):
+    world_size = math.prod(mesh_shape)
+    for found in spawn(scales_of_an_overflow_in_one_piece, world_size, mesh_shape, scaler_of):
         assert found == expected
 
 

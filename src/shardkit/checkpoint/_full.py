@@ -281,7 +281,7 @@ def load_full(
             else:
                 misfits.compare(repr(name), tensor, file.infos[name])
     head = f"{what} does not fit the model, nothing was loaded"
-    remedy = "Give the file of this model; strict=False leaves out what is missing or unexpected."
+    remedy = _remedy(missing, unexpected)
     report = misfits.report(head, remedy, strict=strict, where=" in the file")
     if report is not None:
         raise CheckpointError(report)
@@ -296,6 +296,20 @@ def load_full(
     rebuild_buffers(model, state.values())
     named = [*model.named_parameters(), *model.named_buffers()]
     return LoadedNames(missing, unexpected, [name for name, tensor in named if tensor.is_meta])
+
+
+def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Say what to do about names; wrappers of modules put a prefix in front of each."""
+    ends = [name.removesuffix(each) for each in missing[:1] for name in unexpected]
+    for prefix in ends:
+        if prefix.endswith(".") and {prefix + name for name in missing} <= {*unexpected}:
+            return (
+                f"The file has these names with {prefix!r} in front, as DistributedDataParallel "
+                f"('module.') and torch.compile ('_orig_mod.') save them. Leave it out: "
+                f"load_full({{name.removeprefix({prefix!r}): value for name, value in "
+                f"state.items()}}, model), where state is torch.load(path, mmap=True)."
+            )
+    return "Give the file of this model; strict=False leaves out what is missing or unexpected."
 
 
 def _check_names(names: Sequence[Sequence[str]], of_first: Sequence[Sequence[str]]) -> None:

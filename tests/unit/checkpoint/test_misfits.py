@@ -60,3 +60,24 @@ def test_what_is_no_tensor_has_words() -> None:
     lines = str(caught.value).splitlines()
     assert f"  missing in the file: '_extra_state': expected {NO_TENSOR}" in lines
     assert f"  unexpected in the file: 'note': found {NO_TENSOR}" in lines
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "net.model."])
+def test_names_behind_a_prefix_are_recognized(prefix: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    state = {prefix + name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_full(state, model)
+    remedy = str(caught.value).splitlines()[-1]
+    assert f"load_full({{name.removeprefix({prefix!r}): value" in remedy
+    load_full({name.removeprefix(prefix): value for name, value in state.items()}, model)
+    assert all(param.eq(1).all() for param in model.parameters())
+
+
+def test_other_names_are_no_prefix() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    state = {f"a.{name}": value for name, value in model.state_dict().items()}
+    state["b.1.bias"] = state.pop("a.1.bias")
+    with pytest.raises(CheckpointError, match="Give the file of this model") as caught:
+        load_full(state, model)
+    assert "removeprefix" not in str(caught.value)

@@ -31,7 +31,8 @@ WRITTEN_SINCE = "written since it was gathered"
 _SAME_ORDER = (
     "Run the same modules in the same order on all ranks, as often. Call norms, full_tensor, "
     "saving and loading on all ranks as well, not under `if rank == 0`. Put modules that ranks "
-    "choose among (experts) in one group, of which each rank runs at least one."
+    "choose among (experts) in one group, of which each rank runs at least one. If losses of ranks "
+    "use different outputs, add 0 * output.sum() of the others to the loss."
 )
 _ALL_WRITE = (
     "Parameters were written to on some ranks, and not on others. Each rank writes its own shards: "
