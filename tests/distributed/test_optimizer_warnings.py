@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import typing
 import warnings
 
@@ -57,6 +58,24 @@ def test_a_forgotten_root_is_named_once(
         assert "'positions'" in said
         assert "'blocks." not in said
         assert "Call fully_shard on the root as well" in said
+
+
+def warnings_after_ignored_ones() -> list[str]:
+    """Train models in turns, one with ignored parameters and one with a forgotten root."""
+    found = []
+    for _ in range(10):
+        assert warnings_of_training(2, "ignored", torch.optim.SGD) == []
+        gc.collect()
+        found += warnings_of_training(2, "no root", torch.optim.SGD)
+    return found
+
+
+def test_parameters_of_a_dropped_model_are_no_longer_ignored(spawn: Spawn) -> None:
+    """New parameters have the ids of those that are gone."""
+    for found in spawn(warnings_after_ignored_ones, 2):
+        assert len(found) == 10
+        for said in found:
+            assert all(name in said for name in ("'tokens.weight'", "'positions'", "'norm.bias'"))
 
 
 def test_an_optimizer_of_another_model_is_named_once(spawn: Spawn) -> None:

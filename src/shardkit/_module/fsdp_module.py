@@ -193,7 +193,7 @@ class FSDPModule(_Base):
         if state.group is not None:
             _copy_group(state.group, copied, memo)
         swap_class(result)
-        note_copies(memo)
+        note_copies(result, memo)
         return result
 
     def __copy__(self) -> Any:

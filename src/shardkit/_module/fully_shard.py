@@ -269,7 +269,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         give_back(whole_nbytes)
     if not shard_mesh.backend.is_traced:
         mark_parts(inside if group is None else [*inside, group], shard_mesh)
-    note_ignored(ignored)
+    note_ignored(modules[0], ignored)
     watch_optimizers()
     torch_autograd.wrap_engine(run_backward, refuse_compiled, note_failed_backward)
     for each in modules:

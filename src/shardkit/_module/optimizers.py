@@ -167,7 +167,12 @@ _LATER = (
 """Call that shards the parameters that are not sharded yet, wherever they are in a model."""
 
 _groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
-_ignored: set[int] = set()  # Ids: torch cannot swap a tensor that has a weak reference.
+_ignored: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+"""Ids of parameters that users asked `fully_shard` to leave alone, while that module is there.
+
+A weak reference to a tensor would keep torch from swapping it.
+"""
+
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _told_of_sync: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -177,14 +182,15 @@ _NO_COPIES = re.compile("(tp|tensor|mp|model|sp|seq|cp|context|pp|pipe|stage|ep|
 """Beginnings of the names of axes along which ranks have other parameters or share a batch."""
 
 
-def note_ignored(params: Iterable[nn.Parameter]) -> None:
-    """Note parameters that users asked `fully_shard` to leave alone."""
-    _ignored.update(map(id, params))
+def note_ignored(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
+    """Note parameters that users asked `fully_shard` of a module to leave alone."""
+    _ignored.setdefault(module, set()).update(map(id, params))
 
 
-def note_copies(copies: Mapping[int, Any]) -> None:
-    """Note the copies of such parameters; `copies` is the memo of a deep copy."""
-    _ignored.update([id(copies[each]) for each in _ignored if each in copies])
+def note_copies(module: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Note the copies of such parameters for a copied module; `copies` is the memo."""
+    ignored = set().union(*_ignored.values())
+    note_ignored(module, [copies[each] for each in ignored if each in copies])
 
 
 def note_groups(groups: Iterable[ParamGroup]) -> None:
@@ -334,12 +340,13 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
     largest = max((group.mesh.size() for group in _groups), default=current_world_size() or 1)
     if not may_part and (sharded or largest == 1):
         return
+    ignored = set().union(*_ignored.values())
     plain = [
         param
         for param in params
         if param.grad is not None
         and not isinstance(param, ShardedTensor)
-        and id(param) not in _ignored
+        and id(param) not in ignored
         and tensor_parallel_of(param) is None
     ]
     averaged = _averaged_by_ddp() if plain else set()
