@@ -300,8 +300,8 @@ def load_full(
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Say what to do about names; wrappers of modules put a prefix in front of each."""
-    ends = [name.removesuffix(each) for each in missing[:1] for name in unexpected]
-    for prefix in ends:
+    prefixes = [name.removesuffix(each) for each in missing[:1] for name in unexpected]
+    for prefix in prefixes:
         if prefix.endswith(".") and {prefix + name for name in missing} <= {*unexpected}:
             return (
                 f"The file has these names with {prefix!r} in front, as DistributedDataParallel "
