@@ -110,7 +110,13 @@ ON_EVERY_TORCH = [
     "tests/property",
     *(
         f"tests/distributed/test_{name}.py"
-        for name in ("parity", "mixed_precision", "batch_normalization", "autograd_cases")
+        for name in (
+            "parity",
+            "mixed_precision",
+            "batch_normalization",
+            "autograd_cases",
+            "compile",
+        )
     ),
 ]
 

@@ -427,7 +427,15 @@ def sequence_parallel_on_a_mesh_of_shardkit() -> None:
         (resize_in_place, "shape (4, 2) cannot take values of shape (6, 2)", "before fully_shard"),
         (ask_for_the_storage, "no storage of the whole tensor", "save_full(path, model"),
         (remove_a_parametrization, "the parametrization of 'weight'", "before fully_shard"),
-        (sequence_parallel_on_a_mesh_of_shardkit, "no attribute '_", "torch's init_device_mesh"),
+        pytest.param(
+            sequence_parallel_on_a_mesh_of_shardkit,
+            "no attribute '_",
+            "torch's init_device_mesh",
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith(("2.9.", "2.10.")),
+                reason="takes a mesh of shardkit: it asks for public attributes alone",
+            ),
+        ),
     ],
 )
 def test_the_error_shows_what_to_do(

@@ -94,24 +94,34 @@ class SavedOperators:
                 raise StateError(msg)
         return cls(frozenset(map(torch_tensors.operator_name, operators)))
 
-    def contexts(self) -> tuple[Any, Any]:
-        """Return the contexts of one forward and of its repetition."""
-        calls = {False: itertools.count(), True: itertools.count()}
-        name_of = functools.cache(torch_tensors.operator_name)
+    @property
+    def contexts(self) -> Callable[[], tuple[Any, Any]]:
+        """A function that returns the contexts of one forward and of its repetition."""
+        # A compiler takes partials of functions, and no bound methods. That of torch 2.9 takes no
+        # dataclass among their arguments.
+        return functools.partial(_selective_contexts, self.names, self.counted, self.decide)
 
-        def decide(
-            context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
-        ) -> CheckpointPolicy:
-            """Decide whether to keep the output of this call; torch <= 2.9 asks again on repeat."""
-            name = name_of(operator)
-            keep = name in self.names
-            if name in self.counted:
-                keep = next(calls[context.is_recompute]) % 2 == 0
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-        # A compiler takes modes, and no other contexts around them.
-        first, again = create_selective_checkpoint_contexts(self.decide or decide)
-        return first, again
+def _selective_contexts(
+    names: frozenset[str], counted: frozenset[str], decide: Callable[..., Any] | None
+) -> tuple[Any, Any]:
+    """Return contexts that keep what a `SavedOperators` of these fields names."""
+    calls = {False: itertools.count(), True: itertools.count()}
+    name_of = functools.cache(torch_tensors.operator_name)
+
+    def by_name(
+        context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
+    ) -> CheckpointPolicy:
+        """Decide whether to keep the output of this call; torch <= 2.9 asks again on repeat."""
+        name = name_of(operator)
+        keep = name in names
+        if name in counted:
+            keep = next(calls[context.is_recompute]) % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    # A compiler takes modes, and no other contexts around them.
+    first, again = create_selective_checkpoint_contexts(decide or by_name)
+    return first, again
 
 
 class _EachTime:
@@ -179,8 +189,7 @@ class CheckpointedForward:
             if has_buffers:
                 run = _Repeat(run, buffers).run
             if self._saved is not None:
-                # A compiler takes functions and partials of them, and no bound methods.
-                options["context_fn"] = functools.partial(SavedOperators.contexts, self._saved)
+                options["context_fn"] = self._saved.contexts
         # Keywords of the module may have the same names as those of `checkpoint`.
         run = functools.partial(run, **kwargs)
         output = checkpoint(run, *args, use_reentrant=False, **options)
