@@ -9,6 +9,13 @@ import typing
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from models import Case
 from parity import Ranks, Run, on_meshes
@@ -230,6 +237,39 @@ def step_masters(ranks: Ranks) -> None:
 @on_meshes((2,), (2, 2), xla=())
 def test_masters_are_stepped_with_fp32_gradients(run: Run) -> None:
     run(step_masters)
+
+
+def resume_by_torch(ranks: Ranks, full: bool) -> None:
+    """Torch's functions make an optimizer's state by a step with zeros, and then load it."""
+    options = StateDictOptions(full_state_dict=full)
+    made = []
+    for _ in range(2):
+        _, sharded = made_sharded(ranks, BF16, FP32)
+        made.append(
+            (sharded, LocalOptimizer(sharded.parameters(), torch.optim.AdamW, master_dtype=FP32))
+        )
+    (model, optimizer), (resumed, later) = made
+    for step in range(2):
+        backward(ranks, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(resumed, get_model_state_dict(model, options=whole), options=whole)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    set_optimizer_state_dict(resumed, later, state, options=options)
+    assert all(param.grad is None for param in resumed.parameters())
+    for sharded, each in made:
+        backward(ranks, sharded, 2)
+        assert {param.grad.dtype for param in sharded.parameters()} == {FP32}
+        each.step()
+    for param, other in zip(model.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(other.full_tensor(), param.full_tensor(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@on_meshes((2,), (2, 2), xla=())
+def test_torch_loads_the_state_of_a_new_optimizer(run: Run, full: bool) -> None:
+    run(resume_by_torch, full)
 
 
 def step_matrices(ranks: Ranks) -> None:

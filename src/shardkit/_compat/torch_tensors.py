@@ -70,8 +70,13 @@ def is_grad_dtype_chosen(tensor: Tensor) -> bool:
 def keep_grad_dtype(tensor: Tensor, like: Tensor) -> None:
     """Let the gradient of a tensor have the dtype that was chosen for another tensor's."""
     if is_grad_dtype_chosen(like):
-        descriptor: Any = torch.Tensor.grad_dtype
-        descriptor.__set__(tensor, grad_dtype_of(like))  # Past the checks of subclasses.
+        set_grad_dtype(tensor, grad_dtype_of(like))
+
+
+def set_grad_dtype(tensor: Tensor, dtype: torch.dtype | None) -> None:
+    """Let the gradient of a tensor have a dtype, past the checks of subclasses; None: any."""
+    descriptor: Any = torch.Tensor.grad_dtype
+    descriptor.__set__(tensor, dtype)
 
 
 def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

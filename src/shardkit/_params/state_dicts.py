@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit._compat import torch_checkpoints, torch_modules
+from shardkit._compat import torch_checkpoints, torch_modules, torch_tensors
 from shardkit._errors import CheckpointError, ShardkitError
 from shardkit._params.bucket import Bucket, bucket_showing
 from shardkit._params.memory import give_back
@@ -319,6 +319,29 @@ def agree_on_parts(
     return original(model, *args, optim_only=optim_only, **kwargs)
 
 
+def fill_optimizer_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state by a step, also where gradients have a dtype of their own.
+
+    Torch gives each parameter zeros of the parameter's dtype for it. Where ``grad_dtype`` is
+    another one, torch would refuse them (pytorch#191918).
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    chosen = {
+        param: torch_tensors.grad_dtype_of(param)
+        for param in params
+        if isinstance(param, ShardedTensor) and param.grad is None
+        if torch_tensors.is_grad_dtype_chosen(param)
+    }
+    for param in chosen:
+        torch_tensors.set_grad_dtype(param, None)
+    try:
+        original(optimizer)
+    finally:
+        for param, dtype in chosen.items():
+            param.grad = None
+            torch_tensors.set_grad_dtype(param, dtype)
+
+
 def load_optimizers(
     original: Callable[..., Any],
     model: nn.Module,
@@ -387,6 +410,7 @@ torch_checkpoints.wrap_state_dict_helpers(
         "_broadcast_state_dict": broadcast_state_dict,
         "_broadcast_tensors": broadcast_tensors,
         "_verify_options": agree_on_parts,
+        "_init_optim_state": fill_optimizer_state,
         "_load_optim_state_dict": load_optimizers,
     }
 )
