@@ -242,13 +242,11 @@ def test_masters_are_stepped_with_fp32_gradients(run: Run) -> None:
 def resume_by_torch(ranks: Ranks, full: bool) -> None:
     """Torch's functions make an optimizer's state by a step with zeros, and then load it."""
     options = StateDictOptions(full_state_dict=full)
-    made = []
-    for _ in range(2):
-        _, sharded = made_sharded(ranks, BF16, FP32)
-        made.append(
-            (sharded, LocalOptimizer(sharded.parameters(), torch.optim.AdamW, master_dtype=FP32))
-        )
-    (model, optimizer), (resumed, later) = made
+    model, resumed = (made_sharded(ranks, BF16, FP32)[1] for _ in range(2))
+    optimizer, later = (
+        LocalOptimizer(sharded.parameters(), torch.optim.AdamW, master_dtype=FP32)
+        for sharded in (model, resumed)
+    )
     for step in range(2):
         backward(ranks, model, step)
         optimizer.step()
@@ -258,7 +256,7 @@ def resume_by_torch(ranks: Ranks, full: bool) -> None:
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     set_optimizer_state_dict(resumed, later, state, options=options)
     assert all(param.grad is None for param in resumed.parameters())
-    for sharded, each in made:
+    for sharded, each in ((model, optimizer), (resumed, later)):
         backward(ranks, sharded, 2)
         assert {param.grad.dtype for param in sharded.parameters()} == {FP32}
         each.step()

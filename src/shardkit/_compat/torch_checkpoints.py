@@ -120,9 +120,9 @@ HelperWrapper = Any
 
 
 def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
-    """Make torch's functions for full state dicts call `wrappers` in place of their helpers.
+    """Make torch's functions for state dicts call `wrappers` in place of their helpers.
 
-    The helpers ask ``isinstance(value, DTensor)`` and cannot recognize other sharded tensors. Both
+    Most helpers ask ``isinstance(value, DTensor)`` and recognize no other sharded tensors. Both
     modules take long to import, so they are wrapped at their import. Helpers with these names and
     arguments are in torch 2.9.0 to 2.13.0. If one is missing, the public functions refuse a full
     state dict of a sharded model, instead of returning pieces as whole tensors.
